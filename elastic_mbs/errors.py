@@ -62,7 +62,10 @@ class IncompleteBatchError(MisuseError):
 
 
 class UnsupportedError(ElasticMBSError, RuntimeError):
-    """A mode of torch in which a replay cannot be made exact (CUDA graph capture, nn.DataParallel)."""
+    """A mode of torch, or a device, on which a replay cannot be made exact.
+
+    CUDA graph capture and nn.DataParallel are such modes.
+    """
 
 
 class RecoveryError(ElasticMBSError, RuntimeError):

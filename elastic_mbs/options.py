@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from elastic_mbs.controller.policy import Limits, Policy
+from elastic_mbs.device import accelerator_of
 from elastic_mbs.errors import ElasticMBSError, UsageError
 from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import MemorySensor
@@ -113,7 +114,7 @@ class MemoryOptions:
     Attributes:
         device: where pieces are moved: "auto" is the model's device, None leaves them where they
             are.
-        prefetch: on CUDA the next piece of a batch in pinned memory (`DataLoader(pin_memory=True)`)
+        prefetch: on an accelerator the next piece of a batch in pinned memory (`DataLoader(pin_memory=True)`)
             is copied to the device while this one computes, for the memory of one more piece's
             input. "pin" pins each piece of a batch that is not; False loads each piece when its
             turn comes.
@@ -284,9 +285,7 @@ def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> d
             "python": platform.python_version(),
             "cuda": torch.version.cuda,
         },
-        "device": f"{device} ({torch.cuda.get_device_name(device)})"
-        if device.type == "cuda"
-        else str(device),
+        "device": str(device) if (found := accelerator_of(device)) is None else found.name(),
         "settings": {
             name: value
             for name, value in listed.items()

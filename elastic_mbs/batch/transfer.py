@@ -1,10 +1,11 @@
-"""Pieces on their way to the device: each when its turn comes, or, from pinned memory, while the piece before it computes (Micro-Batch Streaming).
+"""Pieces on their way to the device.
 
-The copies run in a stream of their own, into memory of the stream that computes: they wait for what
-that stream had to do when the memory was taken, and that stream waits for them before it reads the
-memory or gives it back. So the memory can be used again in the order of that one stream.
-`record_stream` would keep it until an event has passed: a host that runs ahead of the device would
-hold several pieces, and not one.
+Each is moved when its turn comes, or, from pinned memory, while the piece before it computes
+(Micro-Batch Streaming). Copies that are made ahead run in a stream of their own, into memory of the
+stream that computes: they wait for the work that the latter had queued when the memory was taken,
+and it waits for them before it reads the memory or gives it back. So the memory can be used again
+in the order of that one stream. `record_stream` would keep it until an event has passed: a host
+that runs ahead of the device would hold several pieces, and not one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from elastic_mbs.batch.containers import map_tensors, tensors_in
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.batch.view import BatchView
+from elastic_mbs.device import Accelerator, accelerator_of, with_index
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import oom
 
@@ -37,14 +39,14 @@ class _Ahead:
 
 
 class Loader:
-    """Brings the pieces of one batch to the device.
+    """The way of one batch's pieces to the device.
 
     After a piece of more than `longer_than` samples the copies of the next one are queued at once,
     where the batch is in pinned memory (`prefetch=True`), or where each piece is to be pinned for
     it (`"pin"`).
     """
 
-    __slots__ = ("_ahead", "_copying", "_device", "_longer_than", "_pin", "_view")
+    __slots__ = ("_accelerator", "_ahead", "_copying", "_device", "_longer_than", "_pin", "_view")
 
     def __init__(
         self,
@@ -57,23 +59,21 @@ class Loader:
         self._view, self._device, self._longer_than = view, device, longer_than
         self._pin = prefetch == "pin"
         self._ahead: _Ahead | None = None
+        self._accelerator: Accelerator | None = None
         self._copying: torch.Stream | None = None  # None where nothing is copied ahead
-        if prefetch and device is not None and device.type == "cuda":
+        if prefetch and device is not None:
+            self._accelerator = accelerator_of(device)
+        if self._accelerator is not None:
             some = islice(filter(_is_plain, view.tensors), _LOOKED_AT)
             if any(self._pin or tensor.is_pinned() for tensor in some):
-                self._copying = torch.Stream(device)
+                self._copying = self._accelerator.second_stream()
 
     def load(self, piece: Range, schedule: Schedule, *, cloned: bool) -> Any:
-        """The piece, `cloned` where `loss_fn` edits its batch, with its tensors on the device.
+        """Return the piece with its tensors on the device; the host does not wait.
 
-        The host does not wait.
+        It is `cloned` where `loss_fn` edits its batch.
         """
-        ahead = None if self._ahead is None else self._take()
-        if ahead is not None and (
-            ahead.piece is not piece
-            or ahead.stream != torch.accelerator.current_stream(self._device)
-        ):
-            ahead = None
+        ahead = self._taken_for(piece)
         data = self._view.piece(piece.start, piece.stop) if ahead is None else ahead.data
         if cloned:
             data = map_tensors(data, torch.Tensor.clone)
@@ -90,23 +90,29 @@ class Loader:
         return data
 
     def stop(self) -> None:
-        """Drops what was copied ahead, and copies nothing ahead any more: memory is short."""
+        """Drop the copies made ahead, and make no more: memory is short."""
         self._take()
         self._copying = None
 
-    def _take(self) -> _Ahead | None:
-        """What was copied ahead.
+    def _taken_for(self, piece: Range) -> _Ahead | None:
+        """Return the copies made ahead, if they are this piece's and the current stream's."""
+        ahead = self._ahead
+        if ahead is None:
+            return None
+        self._take()
+        if ahead.piece is not piece or ahead.stream != self._current_stream():
+            return None
+        return ahead
 
-        From now on the stream that computes can read it, or use its memory for something else.
-        """
+    def _take(self) -> None:
+        """Let the stream that computes read the copies, or use their memory for something else."""
         ahead = self._ahead
         if ahead is not None and self._copying is not None:
             ahead.stream.wait_stream(self._copying)
             self._ahead = None
-        return ahead
 
     def _copied_ahead(self, piece: Range | None) -> bool:
-        """Queues the copies of a piece; False where there is no room for them."""
+        """Queue the copies of a piece; return False where there is no room for them."""
         try:
             if piece is not None:
                 self._queue(piece)
@@ -122,9 +128,7 @@ class Loader:
         # Kept here from the beginning: whatever strikes in the middle, the memory is not used again
         # before the copies are done.
         ahead = self._ahead = _Ahead(
-            piece,
-            self._view.piece(piece.start, piece.stop),
-            torch.accelerator.current_stream(self._device),
+            piece, self._view.piece(piece.start, piece.stop), self._current_stream()
         )
         for tensor in filter(_is_plain, tensors_in(ahead.data)):
             if self._pin or tensor.is_pinned():
@@ -137,9 +141,13 @@ class Loader:
             for tensor, copy in ahead.copies.values():
                 copy.copy_(tensor.pin_memory() if self._pin else tensor, non_blocking=True)
 
+    def _current_stream(self) -> torch.Stream:
+        assert self._accelerator is not None
+        return self._accelerator.current_stream()
+
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a copy by hand is what `tensor.to(device)` gives."""
+    """Return whether a copy by hand is the same as `tensor.to(device)`."""
     return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"
@@ -151,9 +159,10 @@ def _is_plain(tensor: Tensor) -> bool:
 def to_device(
     piece: Any, device: torch.device | None, copies: dict[int, tuple[Tensor, Tensor]] | None = None
 ) -> Any:
-    """The piece with its tensors on the device (None: where they are), in the current stream's order: the host does not wait.
+    """Return the piece with its tensors on the device, or where they are without one.
 
-    `copies` are there already, each for one use, by the ids of what they are copies of.
+    The copies are made in the order of the current stream: the host does not wait. `copies` are
+    there already, each for one use, by the ids of the tensors on the host.
     """
     if device is None:
         return piece
@@ -169,7 +178,13 @@ def to_device(
 def choose_device(
     wanted: torch.device | str | None, model: list[torch.device]
 ) -> torch.device | None:
-    """Where pieces go: "auto" is the model's device when it has exactly one and that is no CPU."""
+    """Return the device that pieces go to; None where they stay where they are.
+
+    "auto" is the model's device when it has exactly one and that is no CPU.
+
+    Raises:
+        UsageError: there is no such device.
+    """
     if wanted == "auto":
         return model[0] if len(model) == 1 and model[0].type != "cpu" else None
     if wanted is None:
@@ -181,8 +196,9 @@ def choose_device(
             f"device={wanted!r} is not a device: use 'auto', None (pieces stay where they are), "
             "or a torch.device"
         ) from error
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if device.type == "cuda" and device.index is None
-        else device
-    )
+    try:
+        return with_index(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"device={wanted!r} is not there ({error}): use 'auto', or a device of this machine"
+        ) from error

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from elastic_mbs.device import accelerator_of
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable, Slot
 
@@ -21,7 +22,7 @@ SMALL = 4096  # bytes; a copy of less costs more than it saves
 
 
 class HostSlot(Slot):
-    """A copy in host memory, pinned on CUDA.
+    """A copy in host memory, pinned where the device copies from there beside the host.
 
     The copy is complete when `__init__` returns, so any stream may bring it back.
     """
@@ -30,9 +31,9 @@ class HostSlot(Slot):
         source = tensor.detach()
         self.device, self.version = source.device, -1
         with on_host():
-            self.tensor = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda).copy_(
-                source
-            )
+            found = accelerator_of(source.device)
+            pinned = found is not None and found.copies_ahead
+            self.tensor = torch.empty_like(source, device="cpu", pin_memory=pinned).copy_(source)
 
     def get(self) -> torch.Tensor:
         """Return a copy on the device."""

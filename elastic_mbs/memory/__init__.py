@@ -1,8 +1,8 @@
 """How much memory there is, how much of it we use, and a virtual device for tests."""
 
+from elastic_mbs.memory.accelerator import CudaSensor, DeviceMeter, DeviceSensor
 from elastic_mbs.memory.budget import MemoryBudget
 from elastic_mbs.memory.cgroup import CgroupMemory, cgroup_memory
-from elastic_mbs.memory.cuda import CudaMeter, CudaSensor
 from elastic_mbs.memory.devices import NoMeter, NoSensor, sensor_for
 from elastic_mbs.memory.host import HostMeter, HostSensor
 from elastic_mbs.memory.host_guard import HostGuard, margin_of, refuse_devices
@@ -21,8 +21,9 @@ from elastic_mbs.memory.sensor import (
 
 __all__ = [
     "CgroupMemory",
-    "CudaMeter",
     "CudaSensor",
+    "DeviceMeter",
+    "DeviceSensor",
     "Headroom",
     "Holder",
     "HostGuard",

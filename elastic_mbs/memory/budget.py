@@ -9,9 +9,8 @@
    a storage dies ──► its weak reference goes on a queue ──► settled before anyone reads the count
 ```
 
-A storage can die in any thread and at any byte code, also inside a section that holds our lock. So
-the finaliser is `deque.append`, one atomic call into C; whoever wants the count empties the queue
-first, under a lock, which is re-entrant because a signal handler or a `__del__` may read a budget.
+The storages are counted in `live_storages.py`, under a lock. It is re-entrant because a signal
+handler or a `__del__` may read a budget.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from elastic_mbs.errors import MisuseError, UsageError
 from elastic_mbs.events import format_bytes
+from elastic_mbs.memory.live_storages import LiveStorages
 from elastic_mbs.memory.sensor import Headroom, Reading, Usage, parse_bytes
 
 _lock = threading.RLock()  # held to change the counts of any budget
@@ -49,14 +47,6 @@ _PARTS = {
     torch.sparse_bsr: _BY_ROW,
 }
 _PARTS |= {torch.sparse_csc: _BY_COLUMN, torch.sparse_bsc: _BY_COLUMN}
-
-
-class _Storage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with what was counted for it."""
-
-    __slots__ = ("key", "nbytes")
-    key: int
-    nbytes: int
 
 
 class MemoryBudget:
@@ -76,16 +66,16 @@ class MemoryBudget:
 
     Each untyped storage counts once, from the operation that brought it to its end; one that no
     operation brought (`from_numpy`) when first seen. Wrapper subclasses (DTensor, jagged nested
-    tensors) count through the plain tensors inside them; meta and fake tensors, other devices and
-    mkldnn tensors not at all. Budgets nest: all of them count, each has its limit. `ElasticMBS`
+    tensors) count through the plain tensors inside them. Meta and fake tensors, other devices and
+    mkldnn tensors do not count. Budgets nest: all of them count, each has its limit. `ElasticMBS`
     inside the block takes it as sensor and meter by itself.
 
     How it differs from an allocator:
 
     - The error comes *after* the operation: its outputs are gone, but buffers that it updated and
       random numbers that it drew stay so.
-    - Operations in place never raise: what they enlarge (`resize_`, `out=`, a sparse tensor) is
-      counted, and fails the next allocation.
+    - Operations in place never raise: the memory that they add (`resize_`, `out=`, a sparse tensor)
+      is counted, and fails the next allocation.
     - Temporaries inside an operation are not seen (peaks of convolution nets were up to 6 % low);
       nothing is rounded up or fragmented.
     - Until the error is dropped, its traceback keeps the *inputs* of the failed operation alive:
@@ -104,8 +94,8 @@ class MemoryBudget:
         clock: gives the time stamps of readings, in seconds.
 
     Attributes:
-        ooms: how often the limit was passed, so far.
-        resets: how often `reset_peak` was called.
+        ooms: number of times that the limit was passed, so far.
+        resets: number of calls of `reset_peak`.
     """
 
     def __init__(
@@ -121,12 +111,8 @@ class MemoryBudget:
         self.resets = 0
         self._clock = clock
         self._limit = self._total = parse_bytes(limit)
-        self._live = self._peak = 0
-        self._storages: dict[int, _Storage] = {}
-        self._gone: deque[_Storage] = deque()
-        self._on_death = cast(
-            Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append
-        )
+        self._peak = 0
+        self._storages = LiveStorages()
         self.track(
             *(
                 [track]
@@ -136,12 +122,12 @@ class MemoryBudget:
         )
 
     def covers(self, device: torch.device) -> bool:
-        """Whether tensors on `device` are counted."""
+        """Return whether tensors on `device` are counted."""
         return device.type == self.device.type and self.device.index in (None, device.index)
 
     @property
     def limit(self) -> int:
-        """Bytes allowed; may be set at any time and from any thread (as to the class).
+        """Bytes allowed; may be set at any time and from any thread.
 
         Below `live`, the next allocation fails.
         """
@@ -157,22 +143,21 @@ class MemoryBudget:
     def live(self) -> int:
         """Bytes in live storages, now."""
         with _lock:
-            self._settle()
-            return self._live
+            return self._storages.settled()
 
     @property
     def peak(self) -> int:
-        """Most live bytes since the last `reset_peak`, at the end of any operation that brought some and succeeded."""
+        """Most live bytes since `reset_peak`, at the end of any operation that succeeded."""
         return self._peak
 
     def reset_peak(self) -> None:
-        """Starts a new interval: the peak is what is live now."""
+        """Start a new interval: the peak is the live bytes now."""
         with _lock:
             self._peak = self.live
             self.resets += 1
 
     def track(self, *objects: Any) -> None:
-        """Counts what exists already. Never raises for memory, and keeps no reference.
+        """Count tensors that exist already. Never raises for memory, and keeps no reference.
 
         Args:
             objects: modules, optimizers, tensors (all with their gradients), and lists, tuples,
@@ -187,9 +172,9 @@ class MemoryBudget:
         self._check(0, may_refuse=False)
 
     def read(self) -> Reading:
-        """Headroom under the limit.
+        """Return the headroom under the limit.
 
-        `total` is the largest limit that was ever set, and what is missing from it counts as held
+        `total` is the largest limit that was ever set; the limit's distance from it counts as held
         by others.
         """
         with _lock:
@@ -202,20 +187,21 @@ class MemoryBudget:
             )
 
     def usage(self) -> Usage:
-        """Live bytes and their peak. A budget has no cache: reserved is allocated."""
+        """Return live bytes and their peak. A budget has no cache: reserved is allocated."""
         with _lock:
             live = self.live
             return Usage(live, live, self._peak, self._peak, 0)
 
     @staticmethod
     def current() -> MemoryBudget | None:
-        """The budget of the innermost block that is open in this process (the one entered last, by whatever thread), or None."""
+        """Return the budget of the innermost open block, entered last by any thread; or None."""
         return next((mode.budget for mode in reversed(_active) if not mode.forked), None)
 
     def __enter__(self) -> MemoryBudget:
-        """Starts counting the operations of this thread.
+        """Start counting the operations of this thread.
 
-        MisuseError: it is inside this budget already.
+        Raises:
+            MisuseError: this thread is inside the budget already.
         """
         if self._mode() is not None:
             raise MisuseError(
@@ -233,7 +219,7 @@ class MemoryBudget:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stops counting new storages in this thread; those counted so far are still followed to their end."""
+        """Stop counting new storages in this thread; those counted are followed to their end."""
         mode = self._mode()
         if mode is None:
             raise MisuseError(f"{self!r} is not active in this thread, so it cannot be left here")
@@ -241,58 +227,32 @@ class MemoryBudget:
         mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __repr__(self) -> str:
-        return f"MemoryBudget(limit={self._limit}, live={self.live}, peak={self._peak}, device={str(self.device)!r})"
+        figures = f"limit={self._limit}, live={self.live}, peak={self._peak}"
+        return f"MemoryBudget({figures}, device={str(self.device)!r})"
 
     def _mode(self) -> _CountingMode | None:
-        """What counts for this budget in this thread, if the thread has entered it."""
+        """Return the mode by which this thread has entered the budget, if it has."""
         return next((mode for mode in _modes_of_this_thread() if mode.budget is self), None)
 
-    def _settle(self) -> None:
-        """Takes the storages that have died out of the count. Call with the lock held."""
-        while self._gone:
-            gone = self._gone[0]
-            # no call between these two lines: neither Ctrl-C nor the collector can come between,
-            # and what is interrupted later can be repeated
-            self._live -= gone.nbytes
-            gone.nbytes = 0
-            # a new storage may live at the address by now, and be in the table under it
-            if self._storages.get(gone.key) is gone:
-                self._storages.pop(gone.key, None)
-            if self._gone and self._gone[0] is gone:
-                self._gone.popleft()
-
     def _admit(self, value: Any) -> int:
-        """Counts the storages in a result or an argument of an operation unless that has been done.
-
-        Returns the bytes that they added.
-        """
+        """Count the storages in a result or an argument of an operation; return the bytes added."""
         if not isinstance(value, Tensor):
             return sum(map(self._admit, value)) if isinstance(value, list | tuple) else 0
         try:
             storage = value.untyped_storage()
         except RuntimeError:
             return self._admit(_parts_of(value))
-        key, nbytes = id(storage), storage.nbytes()
-        known = self._storages.get(key)
-        if (known is not None and known.nbytes == nbytes and known() is storage) or not self.covers(
-            storage.device
-        ):
+        nbytes = storage.nbytes()
+        if self._storages.counted(storage) == nbytes or not self.covers(storage.device):
             return 0
         with _lock:
-            self._settle()
-            known = self._storages.get(key)
-            if known is None or known() is not storage:
-                known = _Storage(storage, self._on_death)
-                known.key, known.nbytes = key, nbytes
-                self._storages[key] = known
-                self._live += nbytes
-                return nbytes
-            grown, known.nbytes = nbytes - known.nbytes, nbytes
-            self._live += grown
-            return max(0, grown)
+            return self._storages.count(storage, nbytes)
 
     def _check(self, new: int, *, may_refuse: bool) -> str | None:
-        """The error's text if `new` bytes, already counted, pass the limit; else notes the peak."""
+        """Return the error's text if `new` bytes pass the limit; else note the peak.
+
+        The bytes are counted already.
+        """
         with _lock:
             live = self.live
             if live <= self._limit or not may_refuse:
@@ -300,16 +260,23 @@ class MemoryBudget:
                 return None
             self.ooms += 1
             wanted, limit, used = map(format_bytes, (new, self._limit, max(0, live - new)))
-            return f"virtual device out of memory. Tried to allocate {wanted}. Budget {limit}, of which {used} is in use."
+            return (
+                f"virtual device out of memory. Tried to allocate {wanted}. Budget {limit}, of "
+                f"which {used} is in use."
+            )
 
 
 def _parts_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors in which a tensor without a storage of its own keeps its data."""
+    """Return the plain tensors that hold the data of a tensor without a storage of its own."""
     return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
 
 
 def _tensors_of(item: Any) -> Iterable[Tensor]:
-    """The plain tensors of a module, an optimizer, a tensor, or a container of those; UsageError for anything else."""
+    """Yield the plain tensors of a module, an optimizer, a tensor, or a container of those.
+
+    Raises:
+        UsageError: the item is none of these.
+    """
     if isinstance(item, Tensor):
         if is_traceable_wrapper_subclass(item):
             yield from _tensors_of([getattr(item, name) for name in item.__tensor_flatten__()[0]])
@@ -337,9 +304,9 @@ def _tensors_of(item: Any) -> Iterable[Tensor]:
 
 
 class _CountingMode(TorchDispatchMode):
-    """What sees the operations of one thread.
+    """The counter of one thread's operations; there is one for each entered block.
 
-    One for each entered block: torch keeps its stack of modes per thread.
+    Torch keeps its stack of modes per thread.
     """
 
     # torch 2.8 does not ask, and refuses `torch.cond` and its like under any mode
@@ -375,9 +342,10 @@ class _CountingMode(TorchDispatchMode):
             budget._check(0, may_refuse=False)
         out = func(*args, **kwargs) if kwargs else func(*args)
         new = budget._admit(out)
-        # `_live` may still hold what has died since; while even that is below peak and limit, the
-        # usual case in training, there is nothing to note
-        if new and (budget._live > budget._peak or budget._live > budget._limit):
+        # While even the upper bound is below peak and limit, the usual case in training, there is
+        # nothing to note.
+        upper = budget._storages.upper
+        if new and (upper > budget._peak or upper > budget._limit):
             refusal = budget._check(new, may_refuse=not _in_place(func))
             if refusal is not None:
                 args = kwargs = out = None  # type: ignore[assignment]  # the error's traceback keeps this frame: it must keep none of the tensors
@@ -389,7 +357,10 @@ _NO_HANDLER = Tensor.__torch_dispatch__
 
 
 def _in_place(func: Any) -> bool:
-    """Whether all that an operation returns is what it was given to write to: refused after the fact, it would be done twice."""
+    """Return whether all results of an operation are arguments that it writes to.
+
+    Refused after the fact, such an operation would be done twice.
+    """
     schema = getattr(func, "_schema", None)  # a higher-order operator has none
     return schema is not None and all(
         value.alias_info is not None and value.alias_info.is_write for value in schema.returns
@@ -403,7 +374,10 @@ def _modes_of_this_thread() -> list[_CountingMode]:
 
 @contextmanager
 def on_host(yes: bool = True) -> Iterator[None]:
-    """What this thread makes inside is outside every budget, as host memory is beside a real device's: a budget on the CPU stands for a device."""
+    """Keep the tensors that this thread makes inside out of every budget.
+
+    They are host memory, and a budget on the CPU stands for a device.
+    """
     modes = _modes_of_this_thread() if yes else []
     for mode in modes:
         mode.paused += 1
@@ -415,7 +389,7 @@ def on_host(yes: bool = True) -> Iterator[None]:
 
 
 def _leave_in_child() -> None:
-    """After a fork: the child is another process, whose tensors are not on the virtual device; a thread that is gone may have held the lock."""
+    """Close every block in a forked child, whose tensors are not on the virtual device."""
     global _lock  # noqa: PLW0603  # a lock of the process's, not of an object's
     _lock = threading.RLock()
     for mode in _active:

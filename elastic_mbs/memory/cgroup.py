@@ -1,10 +1,10 @@
-"""The memory limit of this process's control group (cgroup), version 2 or 1: what a container may use.
+"""The memory limit of this process's control group (cgroup), version 2 or 1, as a container has it.
 
-/proc/self/cgroup has our group's path, /proc/self/mountinfo where its hierarchy is mounted and from
-which group on. Each of the nested groups limits the sum of what it contains, so the one with the
-least left counts. What lies above a container's mount is out of sight (version 1 still shows the
-tightest limit of all). Page cache counts as available, since the kernel drops it before it kills,
-except for what is mapped (shared/reference/cpu_memory.md, "RLIMIT fence").
+/proc/self/cgroup has our group's path, /proc/self/mountinfo the place where its hierarchy is
+mounted, and the group that is the mount's root. Each of the nested groups limits the sum of its
+contents, so the one with the least left counts. Groups above a container's mount are out of sight
+(version 1 still shows the tightest limit of all). Page cache counts as available unless it is
+mapped, since the kernel drops it before it kills (docs/internals/memory-counting.md).
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class CgroupMemory:
-    """The group that binds: of all that this process is nested in, the one with the least memory available. All sizes are in bytes."""
+    """The group with the least memory available, of all around this process; sizes in bytes."""
 
     version: Literal[1, 2]  # of the hierarchy that the memory controller is in
     # the group, counted from the root of the mount: "/" for a container's own group inside of it
     path: str
-    # what the group may use. Version 2: the smaller of `memory.max`, where the kernel kills, and
+    # bytes the group may use. Version 2: the smaller of `memory.max`, where the kernel kills, and
     # `memory.high`, where it throttles
     limit: int
     current: int  # charged to the group now, page cache included
     # page cache in `current` that is not mapped, which the kernel drops when it must
     reclaimable: int
-    # what could still be charged to the group: `limit - (current - reclaimable)`, between 0 and
-    # `limit`
+    # bytes that could still be charged to the group: `limit - (current - reclaimable)`, between 0
+    # and `limit`
     available: int
     source: str  # the file that the limit is from
 
 
 def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
-    """The group with the least memory available; None where no limit is in force, the files cannot be read, or this is not Linux. Does not raise.
+    """Return the group with the least memory available. Does not raise.
+
+    None where no limit is in force, where the files cannot be read, and off Linux.
 
     Args:
         root: the folder taken for `/` (a copy of another machine's files).
@@ -54,7 +56,7 @@ def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
 
 
 class _Names(NamedTuple):
-    """What a version calls a group's files, and what their lines of statistics."""
+    """The names of a group's files in one version, and of the lines in their statistics."""
 
     version: Literal[1, 2]
     limits: tuple[str, ...]
@@ -84,14 +86,14 @@ _NAMES: dict[Literal[1, 2], _Names] = {
 
 @dataclass(frozen=True)
 class Group:
-    """One group: where its files are."""
+    """One group, by the place of its files."""
 
-    names: _Names  # what its files are called
+    names: _Names  # of its files
     folder: str  # with a slash at its end
     path: str  # from the folder that the hierarchy is mounted at
 
     def read(self) -> CgroupMemory | None:
-        """Its figures now; None where it has no limit."""
+        """Return its figures now; None where it has no limit."""
         names = self.names
         limits = [
             (limit, source)
@@ -119,7 +121,7 @@ class Group:
         return _as_number((content_of(self.folder + name) or b"").strip())
 
     def _statistics(self) -> dict[str, int]:
-        """`memory.stat`; lines that are not a name and a number are left out."""
+        """Read `memory.stat`; lines that are not a name and a number are left out."""
         lines = [
             line.split() for line in (content_of(self.folder + "memory.stat") or b"").splitlines()
         ]
@@ -133,7 +135,12 @@ class Group:
 
 @lru_cache(maxsize=8)  # the guard reads before each piece, and a process seldom changes its group
 def groups_of(root: Path, membership: bytes) -> tuple[Group, ...]:
-    """The groups that a process is nested in, as far as they can be seen, from its own outwards; `membership` is its /proc/self/cgroup."""
+    """Return the groups that a process is nested in, from its own outwards, as far as they show.
+
+    Args:
+        root: the folder taken for `/`.
+        membership: the content of the process's /proc/self/cgroup.
+    """
     paths: dict[Literal[1, 2], str] = {}
     for line in membership.decode(errors="surrogateescape").splitlines():
         hierarchy, _, rest = line.partition(":")
@@ -171,7 +178,7 @@ def groups_of(root: Path, membership: bytes) -> tuple[Group, ...]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[Literal[1, 2], str, str]]:
-    """The hierarchies that are mounted: version, group that is the root of the mount, and folder relative to the root of the file system."""
+    """Yield the mounted hierarchies: version, group at the mount's root, folder below `/`."""
     for line in (
         (content_of(root / "proc/self/mountinfo") or b"")
         .decode(errors="surrogateescape")
@@ -193,7 +200,10 @@ def _mounts(root: Path) -> Iterator[tuple[Literal[1, 2], str, str]]:
 
 
 def _inside(path: str, top: str) -> PurePosixPath | None:
-    """A group's path from the root of a mount; None where the mount does not show it, or it lies outside of our cgroup namespace ("/..")."""
+    """Return a group's path from the root of a mount.
+
+    None where the mount does not show it, or it lies outside of our cgroup namespace ("/..").
+    """
     try:
         inside = PurePosixPath(path).relative_to(PurePosixPath(top))
     except ValueError:
@@ -202,7 +212,7 @@ def _inside(path: str, top: str) -> PurePosixPath | None:
 
 
 def content_of(path: str | Path) -> bytes | None:
-    """A file of the kernel's, whole, or None where it cannot be read."""
+    """Return the whole content of a file of the kernel's, or None where it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read()

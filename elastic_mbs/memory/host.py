@@ -1,4 +1,4 @@
-"""Memory of the machine, of this process's cgroup and of the process itself: what a CPU trains in."""
+"""Memory that a CPU trains in: the machine's, this process's cgroup's, and the process's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ except ImportError:  # Windows
 
 
 class HostSensor:
-    """Headroom of the machine or of the cgroup (a container's limit), whichever leaves less; `root` is the folder taken for `/`."""
+    """Headroom of the machine or of the cgroup (a container's limit), whichever leaves less.
+
+    Args:
+        clock: gives the time stamps of readings, in seconds.
+        root: the folder taken for `/`.
+    """
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")
@@ -28,7 +33,11 @@ class HostSensor:
         self._root = root
 
     def read(self) -> Reading:
-        """What is available without swapping; all that is neither available nor our resident set is held by others."""
+        """Take one reading.
+
+        Free is the memory available without swapping. All that is neither free nor our resident set
+        counts as held by others.
+        """
         at = self._clock()
         try:
             before, memory = psutil.Process().memory_info().rss, psutil.virtual_memory()
@@ -58,7 +67,10 @@ class HostMeter:
         self._mark = _high_water_mark()
 
     def usage(self) -> Usage | None:
-        """Resident bytes and their peak since `reset_peak`; None while there is no new record, or where the process cannot be read."""
+        """Return the resident bytes and their peak since `reset_peak`.
+
+        None while there is no new record, and where the process cannot be read.
+        """
         mark = _high_water_mark()
         if mark <= self._mark:
             return None
@@ -66,18 +78,18 @@ class HostMeter:
             resident = psutil.Process().memory_info().rss
         except (OSError, psutil.Error):
             return None
-        # the kernel updates the two at different times; the peak is never below what is resident
+        # the kernel updates the two at different times; the peak is never below the resident bytes
         peak = max(mark, resident)
         return Usage(resident, resident, peak, peak, 0)
 
     def reset_peak(self) -> None:
-        """Remembers the mark: only what rises above it belongs to the new interval."""
+        """Remember the mark: only a rise above it belongs to the new interval."""
         self._mark = _high_water_mark()
         self.resets += 1
 
 
 def _high_water_mark() -> int:
-    """Most bytes that were ever resident at once in this process; 0 where the system does not tell."""
+    """Return the most bytes ever resident at once in this process; 0 where it is not known."""
     if resource is None:
         return int(getattr(psutil.Process().memory_info(), "peak_wset", 0))
     mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -2,10 +2,10 @@
 
 On a CPU there is no out-of-memory error: Linux hands out addresses freely, and kills when they are
 written to and no page is left. RLIMIT_DATA limits the addresses themselves: beyond it torch's
-allocator raises, and the piece is replayed in halves. The limit is what the cgroup has, less others
-and a margin, and not what is free now on top of what is mapped: what the heap has handed back to
-the kernel is still mapped and can be written to again without a request
-(shared/reference/cpu_memory.md, "RLIMIT fence").
+allocator raises, and the piece is replayed in halves. The limit is the cgroup's memory, less the
+others' and a margin. It is not the free memory on top of the mapped: memory that the heap has
+handed back to the kernel is still mapped, and can be written to again without a request
+(docs/internals/memory-counting.md).
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
 
 _NEEDS = "host_guard needs Linux, which holds all private memory of a process to RLIMIT_DATA"
-# bytes, and a share of the limit: page tables and what the kernel counts late grow with it
+# bytes, and a share of the limit: page tables grow with it, and the bytes that are counted late
 _LEAST_MARGIN, _MARGIN_SHARE = 32 << 20, 128
 _NEAR = 4  # an ambiguous error counts when less than this fraction (1/4) of the limit was left
 
 
 class HostGuard:
-    """Lowers the soft limit of RLIMIT_DATA around each piece, to what the cgroup (or the machine) leaves to this process.
+    """A lower soft limit of RLIMIT_DATA around each piece: the memory left to this process.
 
-    `renew` before a piece, `lift` after it, so that everything between two pieces runs under the
-    user's own limits, which are never exceeded. Guards nest and the lowest limit counts. Other
-    threads and programs started from within a piece are under it, too; a forked child is not.
+    The cgroup leaves it, or the machine. `renew` before a piece, `lift` after it, so that
+    everything between two pieces runs under the user's own limits, which are never exceeded. Guards
+    nest and the lowest limit counts. Other threads and programs started from within a piece are
+    under it, too; a forked child is not.
 
     What it cannot do:
 
-    - The limit counts addresses, and what the heap keeps of freed memory: a process may be refused
-      memory somewhat before the group is full. If others grow into what our heap has mapped
-      already, nothing holds them.
+    - The limit counts addresses, and those of freed memory that the heap keeps: a process may be
+      refused memory somewhat before the group is full. If others grow into memory that our heap has
+      mapped already, nothing holds them.
     - A thread that cannot be made ends the process. torch's own are made before the first piece;
       libraries with threads of their own, imports and `torch.compile` should run once before.
     - oneDNN crashes the process when it has no memory to make a convolution of a *new* shape, and a
@@ -62,9 +63,9 @@ class HostGuard:
     Args:
         margin: bytes left to the kernel and to others while one piece runs, or a string such as
             `"64MiB"`. None: 1/128 of the limit, at least 32 MiB.
-        modules: what is trained, to be looked through for convolutions.
+        modules: the model's modules, to be looked through for convolutions.
         warn: called with one sentence, once each, where the guard turns itself off, where others
-            hold what we had, and where there are convolutions.
+            hold memory that we had, and where there are convolutions.
         root: the folder taken for `/` (in tests).
 
     Attributes:
@@ -121,7 +122,7 @@ class HostGuard:
             )
 
     def renew(self) -> None:
-        """Sets the limit from a new reading; about 0.1 ms.
+        """Set the limit from a new reading; about 0.1 ms.
 
         Does not raise: where the limit cannot be set the guard warns once and is off.
         """
@@ -132,7 +133,7 @@ class HostGuard:
             self.limit = _process.lower(self, self._allowed())
             mapped = own_memory()[1]
             if mapped > self.limit and self._trim is not None:
-                self._trim(0)  # the heap gives back what lies free in it, which others may take now
+                self._trim(0)  # the heap gives back its free memory, which others may take now
                 mapped = own_memory()[1]
         except (OSError, ValueError) as error:
             self._turn_off(error)
@@ -150,7 +151,7 @@ class HostGuard:
             )
 
     def lift(self) -> None:
-        """Puts the user's limit back, unless another guard is still up.
+        """Put the user's limit back, unless another guard is still up.
 
         May be called at any time; does not raise.
         """
@@ -160,7 +161,7 @@ class HostGuard:
             self._turn_off(error)
 
     def explains(self, message: str) -> bool:
-        """Whether an error of oneDNN, whose text leaves it open, is out-of-memory: it is when little of the limit is left."""
+        """Return whether an ambiguous error of oneDNN is out-of-memory: little is left."""
         if self.trouble is not None or self.limit is None or not ONEDNN.search(message):
             return False
         try:
@@ -169,7 +170,7 @@ class HostGuard:
             return False
 
     def _allowed(self) -> int:
-        """Bytes that this process may map: what it has in memory and what it could still get, less the margin."""
+        """Return the bytes that this process may map: its own and those free, less the margin."""
         reading, (anonymous, _) = self._sensor.read(), own_memory()
         if isinstance(reading, Unavailable):
             raise OSError(reading.reason)
@@ -181,7 +182,10 @@ class HostGuard:
         return max(0, min(reading.total, anonymous + reading.free) - margin)
 
     def _make_threads(self) -> None:
-        """Makes torch's thread pools, which cannot bear a refusal (libgomp ends the process), and imports what a piece would."""
+        """Make torch's thread pools and import everything that a piece would.
+
+        Neither can bear a refusal: libgomp ends the process.
+        """
         ready = os.getpid(), torch.get_num_threads()
         if ready == self._ready:
             return
@@ -191,11 +195,11 @@ class HostGuard:
             torch.enable_grad(),
             contextlib.suppress(torch.OutOfMemoryError),
         ):
-            # so many elements torch gives to one thread at least
+            # torch gives at least this many elements to one thread
             torch.zeros((1 << 15) * ready[1], dtype=torch.uint8).add_(1)
-            # autograd's, in a build that knows other devices; and what the first backward with a
-            # given gradient imports (sympy), which would stay half imported for the rest of the
-            # process
+            # autograd's threads, in a build that knows other devices; and the import of sympy by
+            # the first backward with a given gradient, which would stay half done for the rest of
+            # the process
             torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
         self._ready = ready
 
@@ -209,9 +213,10 @@ class HostGuard:
 
 
 def margin_of(host_guard: bool | str) -> int | None:
-    """The margin that the argument `host_guard` asks for, in bytes; None for the default.
+    """Return the margin that the argument `host_guard` asks for, in bytes; None for the default.
 
-    UsageError: it is neither a bool nor a size.
+    Raises:
+        UsageError: it is neither a bool nor a size.
     """
     if isinstance(host_guard, bool):
         return None
@@ -224,7 +229,13 @@ def margin_of(host_guard: bool | str) -> int | None:
 
 
 def refuse_devices(devices: Iterable[torch.device]) -> None:
-    """UsageError where a part of the model is not on the CPU: a device's allocator raises by itself, its driver may not survive a refused mapping."""
+    """Refuse a model with a part that is not on the CPU.
+
+    A device's allocator raises by itself, and its driver may not survive a refused mapping.
+
+    Raises:
+        UsageError: a device is not the CPU.
+    """
     for device in devices:
         if device.type != "cpu":
             raise UsageError(
@@ -234,7 +245,10 @@ def refuse_devices(devices: Iterable[torch.device]) -> None:
 
 
 def own_memory() -> tuple[int, int]:
-    """Bytes of this process: in memory and its own alone (RssAnon), and those that count against RLIMIT_DATA (VmData, and the stack)."""
+    """Return this process's bytes: resident and its own alone, and counted against RLIMIT_DATA.
+
+    The kernel calls them RssAnon, and VmData with the stack.
+    """
     _, resident, shared, _, _, data, *_ = [
         int(pages) * mmap.PAGESIZE for pages in Path("/proc/self/statm").read_bytes().split()
     ]
@@ -242,7 +256,7 @@ def own_memory() -> tuple[int, int]:
 
 
 class _ProcessLimit:
-    """The process's soft limit of RLIMIT_DATA: the user's, or the lowest of the guards that are up."""
+    """The process's soft limit of RLIMIT_DATA: the user's, or the lowest of the active guards."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -250,9 +264,10 @@ class _ProcessLimit:
         self._users = (0, 0)  # soft and hard, as they were before the first guard
 
     def lower(self, guard: object, limit: int) -> int:
-        """Adds a guard, or renews its limit; returns the limit now in force.
+        """Add a guard, or renew its limit; return the limit now in force.
 
-        OSError or ValueError: refused by the system, nothing has changed.
+        Raises:
+            OSError: the system refuses, and nothing has changed. ValueError likewise.
         """
         with self._lock:
             users = self._users if self._wanted else resource.getrlimit(resource.RLIMIT_DATA)
@@ -263,7 +278,7 @@ class _ProcessLimit:
             return lowest
 
     def release(self, guard: object) -> None:
-        """Removes a guard, if it is up.
+        """Remove a guard, if it is up.
 
         The last one is removed without a new object: there may be no memory for any.
         """
@@ -278,7 +293,10 @@ class _ProcessLimit:
                 )
 
     def enforced(self) -> bool:
-        """Whether the kernel refuses a mapping beyond the limit; tried out, far above what other threads need meanwhile."""
+        """Return whether the kernel refuses a mapping beyond the limit.
+
+        It is tried out, far above the need of other threads meanwhile.
+        """
         room = 64 << 20
         with self._lock:
             self.lower(self, own_memory()[1] + room)
@@ -291,7 +309,7 @@ class _ProcessLimit:
             return False
 
     def leave_in_child(self) -> None:
-        """After a fork: the child has memory of its own, and a thread that is gone may have held the lock."""
+        """Put the user's limit back in a forked child, which has memory of its own."""
         self._lock = threading.RLock()
         if self._wanted:
             self._wanted = {}

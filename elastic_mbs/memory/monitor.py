@@ -19,24 +19,25 @@ OnChange = Callable[[Reading], None]
 
 _JOIN_SECONDS = 2.0
 _WAIT = 0.1  # seconds
-# times what a reading takes: where every step asks for one, they take at most 1/500 of the time
+# a reading rests for this many times its own seconds: where every step asks for one, readings take
+# at most 1/500 of the time
 REST = 500
 
 _process = [object()]
-"""Stands for this process. Each call asks whether the thread runs in it, and a look at its number would be a system call."""
+"""A token of this process, exchanged in a forked child: the PID would be a system call."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
 
 
 class Monitor:
-    """Reads a sensor once per interval in a daemon thread and keeps the latest reading.
+    """A daemon thread that reads a sensor once per interval and keeps the latest reading.
 
     A monitor that is garbage-collected ends its thread. A forked child has none until `start` is
     called there.
 
     Args:
-        sensor: what to read. One that raises, or returns something else than a reading, counts as
+        sensor: the sensor. One that raises, or returns something else than a reading, counts as
             unavailable.
         interval: seconds between readings. 0 means no thread: every `latest` reads in the caller's
             thread, for tests and simulated sensors.
@@ -60,7 +61,9 @@ class Monitor:
     ) -> None:
         if not (isinstance(interval, int | float) and interval >= 0 and math.isfinite(interval)):
             raise UsageError(f"monitor_interval={interval!r} must be a number of seconds >= 0")
-        self._sensor, self._interval, self._clock = sensor, interval, clock
+        self._sensor = sensor
+        self._interval = interval
+        self._clock = clock
         self._on_change: Callable[[], OnChange | None]
         self._on_change = (
             weakref.WeakMethod(on_change)
@@ -74,26 +77,24 @@ class Monitor:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()  # ends the thread's sleep: to read, or to end
         self._news = threading.Condition()  # there is a new reading
-        # what `_process` was when the thread was started; None without one
+        # the token of the process that started the thread; None without one
         self._started: object = None
 
     @property
     def running(self) -> bool:
-        """Whether the thread was started in this process, or none is wanted."""
+        """True where the thread was started in this process, or none is wanted."""
         return self._started is _process[0] or self._interval == 0
 
     def start(self) -> None:
-        """Starts the thread, unless it runs already or the interval is 0.
+        """Start the thread, unless it runs already or the interval is 0.
 
         Where there can be no thread the sensor counts as unavailable.
         """
         if self.running:
             return
-        self._started, self._wake, self._news = (
-            _process[0],
-            threading.Event(),
-            threading.Condition(),
-        )
+        self._started = _process[0]
+        self._wake = threading.Event()
+        self._news = threading.Condition()
         weakref.finalize(self, self._wake.set)
         arguments = weakref.ref(self), self._wake, self._interval
         self._thread = threading.Thread(
@@ -106,7 +107,7 @@ class Monitor:
             self._publish(Unavailable(f"no thread for the memory monitor: {error}", self._clock()))
 
     def stop(self) -> None:
-        """Ends the thread, waiting at most two seconds for a sensor that hangs.
+        """End the thread, waiting at most two seconds for a sensor that hangs.
 
         The latest reading stays.
         """
@@ -118,13 +119,20 @@ class Monitor:
                 thread.join(_JOIN_SECONDS)
 
     def request_reading(self, *, rested: bool = False) -> None:
-        """Requests a reading now and not at the end of the interval, without waiting for it; `rested`: not within `REST` of the last one."""
+        """Request a reading now and not at the end of the interval, without waiting for it.
+
+        Args:
+            rested: request none where too little time has passed since the last one (`REST`).
+        """
         # What a fork left behind is not touched: another thread may have held its lock.
         if self.running and (not rested or self._clock() >= self._rested_at):
             self._wake.set()
 
     def renew(self) -> bool:
-        """Waits for a reading made from now on, but no longer than `_WAIT`; returns whether it came. For failures, which cost more than that."""
+        """Wait for a reading made from now on, but no longer than `_WAIT`; return whether it came.
+
+        For failures, which cost more than that.
+        """
         if self._interval == 0:
             self.read_now()
             return True
@@ -136,21 +144,21 @@ class Monitor:
             return self._news.wait_for(lambda: self._reading.at >= asked, _WAIT)
 
     def latest(self) -> Reading:
-        """The latest reading, without waiting; `Unavailable("no reading yet")` before the first."""
+        """Return the latest reading, without waiting; `Unavailable` before the first."""
         return self.read_now() if self._interval == 0 else self._reading
 
     def cached(self) -> Reading:
-        """The latest reading and never a new one, not even at interval 0."""
+        """Return the latest reading and never a new one, not even at interval 0."""
         return self._reading
 
     def read_now(self) -> Reading:
-        """One reading now, in the caller's thread; it becomes the latest."""
+        """Read in the caller's thread; the reading becomes the latest."""
         reading = self._read()
         self._publish(reading)
         return reading
 
     def _publish(self, reading: Reading) -> None:
-        """Keeps the reading, and reports a change."""
+        """Keep the reading, and report a change."""
         available = trouble_with(reading) is None
         changed = available != self._available
         self._reading, self._available = reading, available
@@ -178,9 +186,9 @@ class Monitor:
 
 
 def _watch(reference: weakref.ref[Monitor], wake: threading.Event, interval: float) -> None:
-    """The thread: it holds its monitor, and so the user's model, only while it reads."""
+    """Run the thread, which holds its monitor, and so the user's model, only while it reads."""
     while (monitor := reference()) is not None:
-        # before all else: what is set from here on asks for another reading, or for the end
+        # before all else: an event set from here on asks for another reading, or for the end
         wake.clear()
         if monitor._thread is not threading.current_thread():
             return

@@ -34,19 +34,31 @@ RETRY_EVERY = 10.0  # seconds from a failure to the next try
 HOLDERS_EVERY = 5.0
 # At the first try these mean that NVML is not there or does not serve this device, which says
 # nothing bad of the device itself.
-_ABSENT = "LibraryNotFound DriverNotLoaded FunctionNotFound LibRmVersionMismatch NotFound InvalidArgument NoPermission NotSupported"
+_ABSENT = (
+    "LibraryNotFound",
+    "DriverNotLoaded",
+    "FunctionNotFound",
+    "LibRmVersionMismatch",
+    "NotFound",
+    "InvalidArgument",
+    "NoPermission",
+    "NotSupported",
+)
 
 
 @dataclass(frozen=True)
 class NoAnswer:
-    """NVML knows nothing of the device."""
+    """The answer of an NVML that knows nothing of the device."""
 
     reason: str
     lost: bool = False  # it did once, or failed in a way that puts the device itself in doubt
 
 
 class NvmlDevice:
-    """One GPU or MIG instance by its full UUID, without prefix; opened at the first reading and again, after a while, when it failed."""
+    """One GPU or MIG instance by its full UUID, without prefix.
+
+    It is opened at the first reading and again, after a while, when it failed.
+    """
 
     def __init__(self, uuid: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._uuid = uuid
@@ -61,7 +73,7 @@ class NvmlDevice:
         self._holders_at: float | None = None
 
     def memory(self) -> int | NoAnswer:
-        """Free bytes, or why they are not known.
+        """Return free bytes, or why they are not known.
 
         Does not raise, and asks NVML only when a try is due.
         """
@@ -71,7 +83,7 @@ class NvmlDevice:
             return self._read()
 
     def holders(self) -> tuple[Holder, ...]:
-        """Which other processes have memory on the device, the biggest first.
+        """Return the other processes that have memory on the device, the biggest first.
 
         Does not raise: unknown is empty.
         """
@@ -101,20 +113,24 @@ class NvmlDevice:
                 self._handle = self._open(pynvml)
             info = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
         except Exception as error:
-            # what is no NVMLError is a binding too old, or not NVIDIA's: that says nothing bad of
-            # the device either
+            # any other type comes from a binding too old, or not NVIDIA's: that says nothing bad
+            # of the device either
             absent = (
                 not isinstance(error, pynvml.NVMLError)
-                or type(error).__name__.removeprefix("NVMLError_") in _ABSENT.split()
+                or type(error).__name__.removeprefix("NVMLError_") in _ABSENT
             )
             return self._fail(pynvml, f"NVML: {type(error).__name__}: {error}", absent=absent)
         if not info.total:
             return self._fail(pynvml, "NVML gives no memory figures for this device", absent=True)
-        self._failure, self._answered = None, True
+        self._failure = None
+        self._answered = True
         return int(info.free)
 
     def _fail(self, pynvml: Any, reason: str, *, absent: bool) -> NoAnswer:
-        """Latches a failure, and gives our reference back: the library looks for the driver again only when the process holds none."""
+        """Latch a failure, and give our reference back.
+
+        The library looks for the driver again only when the process holds no reference.
+        """
         self._failure = NoAnswer(reason, lost=self._answered or not absent)
         self._retry_at = self._clock() + RETRY_EVERY
         self._handle, self._holders, self._holders_at = None, (), None

@@ -1,4 +1,4 @@
-"""Whether an error is out of memory, and releasing what a failed attempt holds.
+"""Out-of-memory errors: recognising them, and releasing the memory of a failed attempt.
 
 A verdict holds strings and numbers only: an exception that is kept keeps its frames, and those
 every tensor of the failed attempt.
@@ -18,7 +18,13 @@ from typing import TypeVar
 
 import torch
 
-from elastic_mbs.errors import ElasticMBSError, MicroBatchFloorError, RecoveryError
+from elastic_mbs.device import BUILT_IN, Accelerator, accelerator_of
+from elastic_mbs.errors import (
+    ElasticMBSError,
+    MicroBatchFloorError,
+    RecoveryError,
+    UnsupportedError,
+)
 from elastic_mbs.events import logger
 from elastic_mbs.memory import oom_patterns as patterns
 
@@ -32,7 +38,11 @@ _OUT_OF_MEMORY_CODE = 2  # cudaErrorMemoryAllocation and hipErrorOutOfMemory
 # not enough memory, out of memory, the paging file is too small
 _WINDOWS_CODES = frozenset({8, 14, 1455})
 
-# A mistake inside a handler is a mistake, not a wrapper of what was being handled.
+_TOO_MUCH = 1 << 50  # bytes, more than any address space of 47 bits has
+
+_recognised: set[str] = set()  # types of devices that have shown their error in this process
+
+# A mistake inside a handler is a mistake, not a wrapper of the error that was being handled.
 _MISTAKES: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
@@ -56,7 +66,10 @@ _MISTAKES += (ValueError, Warning)
 
 
 class Kind(enum.Enum):
-    """What sort of error it was, and so what may be done about it (`reference/errors.md`), in order of the caution it asks for."""
+    """The sort of an error, which decides what may be done about it.
+
+    In order of the caution it asks for; docs/internals/errors.md has the tables.
+    """
 
     # a device's caching allocator refused a request, synchronously: shrink and replay
     ALLOCATOR = "allocator"
@@ -66,20 +79,20 @@ class Kind(enum.Enum):
     # the device's runtime or driver ran out, perhaps in an earlier call: `probe` the device first
     RUNTIME = "runtime"
     USER = "user"  # the user's `is_oom` said so
-    # often an out-of-memory in disguise, sometimes a bug: worth one shrink, with a warning, then it
-    # is raised
+    # often an out-of-memory in disguise, sometimes a bug: worth one smaller try, with a warning;
+    # then it is raised
     MASKED = "masked"
     # allocator, device or communicator cannot be trusted any more: never replay
     POISONED = "poisoned"
 
 
-# each has a pattern of its name
+# in `oom_patterns` each has a pattern of its name
 _BY_TEXT = (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY, Kind.RUNTIME, Kind.MASKED)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `classify` found; strings and numbers only."""
+    """The answer of `classify`; strings and numbers only."""
 
     kind: Kind
     message: str  # first line of its text, at most 300 characters
@@ -87,26 +100,29 @@ class Verdict:
 
     @property
     def synchronous(self) -> bool:
-        """Whether the error came from the operation that failed, so that what was noted before it holds."""
+        """True where the operation that raised is the one that failed.
+
+        Everything noted before it holds then.
+        """
         return self.kind in (Kind.ALLOCATOR, Kind.HOST, Kind.LIBRARY)
 
 
 def classify(
     exc: BaseException, is_oom: Callable[[BaseException], bool] | None = None
 ) -> Verdict | None:
-    """Tells whether `exc` is, or wraps, an out-of-memory error.
+    """Return the verdict on an error that is, or wraps, out-of-memory; None for any other.
 
-    By type first, then by error code, then by text; texts count for RuntimeError, MemoryError and
-    OSError only (a ValueError is the user's). Followed are `raise … from …`, torch.compile's
-    `inner_exception`, and an error that a handler raised in place of the one it was handling. Not
-    followed are `from None`, a mistake made inside a handler (TypeError, …), and an error that was
-    already being handled when the caller's frame was entered: it is not what failed now. This
-    package's own errors are none, but for MicroBatchFloorError.
+    The type decides first, then the error code, then the text. Texts count for RuntimeError,
+    MemoryError and OSError only (a ValueError is the user's). Followed are `raise … from …`,
+    torch.compile's `inner_exception`, and an error that a handler raised in place of the one it was
+    handling. Not followed are `from None`, a mistake made inside a handler (TypeError, …), and an
+    error that was being handled already when the caller's frame was entered: it did not fail now.
+    Of this package's own errors only MicroBatchFloorError is out-of-memory.
 
     Args:
-        exc: an exception as caught, by the frame whose code is to be retried.
+        exc: the exception, as caught by the frame whose code is to be retried.
         is_oom: the user's own predicate: it can add errors, not take away any. It is given `exc`
-            itself and its errors pass through.
+            itself, and its errors pass through.
     """
     if not isinstance(exc, Exception) or (
         isinstance(exc, ElasticMBSError) and not isinstance(exc, MicroBatchFloorError)
@@ -119,14 +135,14 @@ def classify(
 
 
 def release(*, devices: Iterable[torch.device], thorough: bool) -> None:
-    """Releases the memory of a failed attempt.
+    """Release the memory of a failed attempt. Never raises.
 
-    To be called outside of any `except` block, after its references were dropped. Never raises.
+    Call it outside of any `except` block, after the attempt's references were dropped.
 
-    At first (not `thorough`) the memory went with the last reference or is in reference cycles of
-    the attempt, which are young, and the allocator has emptied its own cache before it raised.
-    Later, or at the floor: all cycles (0.1 s and more), an error that an interactive shell has
-    pinned, and the caches.
+    After a first failure (not `thorough`) only young reference cycles can still hold the attempt's
+    memory, and the allocator has emptied its own cache before it raised. Later, or at the floor,
+    everything goes: all cycles (0.1 s and more), an error that an interactive shell has pinned, and
+    the caches.
     """
     if not thorough:
         gc.collect(1)
@@ -148,10 +164,21 @@ def retry(
     error: type[RecoveryError] = MicroBatchFloorError,
     passes: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Runs bookkeeping that can itself run out of memory and be repeated, releasing more before each retry; an `error` with `what` where that fails.
+    """Run bookkeeping that can run out of memory itself, releasing more before each of two retries.
 
     `operation` is done once it returns; after an error in the middle a second call goes on where
-    the first one stopped. `passes` tells whether an error is the user's own.
+    the first one stopped.
+
+    Args:
+        what: the operation in words, for the error.
+        operation: the bookkeeping.
+        devices: devices whose memory is released.
+        is_oom: as for `classify`.
+        error: the class of the error.
+        passes: returns whether the error that is being handled is the user's own, and passes.
+
+    Raises:
+        RecoveryError: there is no room, as an `error`.
     """
     for attempt in range(3):
         try:
@@ -169,17 +196,62 @@ def retry(
 
 
 def empty_caches(devices: Iterable[torch.device]) -> None:
-    """Gives back to the devices what their allocators hold unused. Never raises."""
-    for backend in sorted({device.type for device in devices}):
+    """Give unused memory of the allocators back to their devices. Never raises."""
+    found = {device.type: accelerator_of(device) for device in devices}  # one cache for each type
+    for backend, accelerator in sorted(found.items()):
         try:
-            getattr(torch.get_device_module(backend), "empty_cache", lambda: None)()
+            if accelerator is not None:
+                accelerator.empty_cache()
         except Exception as error:
             # it can itself run out of memory, or find its device lost; the replay will show it
             logger.debug("empty_cache on %s: %s", backend, _first_line(error))
 
 
+def refuse_unrecognised(
+    devices: Iterable[torch.device], is_oom: Callable[[BaseException], bool] | None = None
+) -> None:
+    """Refuse a device whose out-of-memory error would not be recognised as one.
+
+    torch's own devices are known. Any other one is asked, once in a process, for more memory than
+    a device has.
+
+    Raises:
+        UnsupportedError: it raises something else, or nothing.
+    """
+    for device in devices:
+        if device.type in BUILT_IN or device.type in _recognised:
+            continue
+        said = _out_of_memory_of(device, is_oom)
+        if said is not None:
+            raise UnsupportedError(
+                f"device {str(device)!r}: running out of memory cannot be recognised there: asked "
+                f"for {_TOO_MUCH} bytes, it {said}. If this is how it says so, pass "
+                "recovery=RecoveryOptions(is_oom=...), a function that recognises the error; else "
+                "train on another device, or without recovery: ElasticMBS(..., enabled=False)"
+            )
+        if is_oom is None:
+            _recognised.add(device.type)
+
+
+def _out_of_memory_of(
+    device: torch.device, is_oom: Callable[[BaseException], bool] | None
+) -> str | None:
+    """Return a device's answer to too large a request, in words; None where it is recognised."""
+    try:
+        torch.empty(_TOO_MUCH, dtype=torch.uint8, device=device)
+    except Exception as error:
+        verdict = classify(error, is_oom)
+        if verdict is not None and verdict.kind not in (Kind.MASKED, Kind.POISONED):
+            return None
+        return f"raised {type(error).__name__}: {_first_line(error)}"
+    return "raised nothing"
+
+
 def clear_traceback(exc: BaseException) -> None:
-    """Drops the local variables that an exception, its members and everything it is chained to hold through their tracebacks."""
+    """Drop the local variables that an exception holds through its traceback.
+
+    Those of its members, and of every exception that it is chained to, go as well.
+    """
     pending, seen = [exc], {id(exc)}
     while pending:
         current = pending.pop()
@@ -192,17 +264,19 @@ def clear_traceback(exc: BaseException) -> None:
 
 
 def probe(device: torch.device) -> str | None:
-    """Returns the first line of a device's error after one that may have been asynchronous: the device is poisoned; None if it is healthy.
+    """Return the first line of the error that a poisoned device raises; None if it is healthy.
 
-    Synchronises it and runs one tiny addition, twice at most: the first synchronisation may report
-    what was left over. A device that is merely full is healthy.
+    For use after an error that may have been asynchronous: it synchronises the device and runs one
+    tiny addition, twice at most, because the first synchronisation may report an older error. A
+    device that is merely full is healthy.
     """
-    if device.type == "cpu":
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         return None
     message = None
     for _ in range(2):
         try:
-            _exercise(device)
+            _exercise(accelerator)
             return None
         except Exception as error:  # whatever it is, it is the answer
             verdict = classify(error)
@@ -214,15 +288,15 @@ def probe(device: torch.device) -> str | None:
     return message
 
 
-def _exercise(device: torch.device) -> None:  # cuda-only
-    torch.accelerator.synchronize(device)
-    ones = torch.ones(8, device=device)
+def _exercise(accelerator: Accelerator) -> None:
+    accelerator.synchronize()
+    ones = torch.ones(8, device=accelerator.device)
     if (ones + ones).sum().item() != 16:
-        raise RuntimeError(f"{device} adds 1 and 1 to something else than 2")
+        raise RuntimeError(f"{accelerator.device} adds 1 and 1 to something else than 2")
 
 
 def _classify(exc: Exception, seen: set[int]) -> Verdict | None:
-    """An exception with all that it wraps; `seen` holds the ids of those that lead to it."""
+    """Judge an exception with all that it wraps; `seen` holds the ids of those that lead to it."""
     judged = [
         _members(link, seen) if isinstance(link, ExceptionGroup) else _verdict(_kind(link), link)
         for link in _links(exc, seen)
@@ -237,7 +311,7 @@ def _classify(exc: Exception, seen: set[int]) -> Verdict | None:
 
 
 def _members(group: ExceptionGroup[Exception], seen: set[int]) -> Verdict | None:
-    """A group is out of memory if all its members are; the one that asks for the most caution speaks for it."""
+    """Return the verdict on the member that asks for the most caution; None unless all have one."""
     found = []
     for member in group.exceptions:
         verdict = _classify(member, set(seen))  # members may share a cause
@@ -248,7 +322,7 @@ def _members(group: ExceptionGroup[Exception], seen: set[int]) -> Verdict | None
 
 
 def _links(exc: Exception, seen: set[int]) -> Iterator[Exception]:
-    """The exception, and those that it wraps, from the outermost inwards."""
+    """Yield the exception, and those that it wraps, from the outermost inwards."""
     current: BaseException | None = exc
     own = exc.__traceback__.tb_frame if exc.__traceback__ is not None else None
     while isinstance(current, Exception) and id(current) not in seen and len(seen) < _CHAIN_LENGTH:
@@ -268,10 +342,10 @@ def _links(exc: Exception, seen: set[int]) -> Iterator[Exception]:
 
 
 def _replaced(exc: Exception, own: FrameType | None) -> BaseException | None:
-    """The exception in whose handler `exc` was raised, if that handler ran inside the guarded code.
+    """Return the exception in whose handler `exc` was raised, if the guarded code has that handler.
 
     A traceback starts at the frame that caught the exception. If that frame is one of those that
-    `exc` has come through, below the one which has caught `exc` (`own`), the handler was inside.
+    `exc` has come through, below the one that has caught `exc` (`own`), the handler was inside.
     Otherwise it was further out, and was running before the guarded code began.
     """
     context = exc.__context__

@@ -1,11 +1,12 @@
-"""What out-of-memory errors, and errors that look like them, say: regular expressions for each table of `reference/errors.md`.
+"""Texts of out-of-memory errors and of errors like them: regular expressions, table by table.
 
-A sentence ("CUDA out of memory. …") must open the text, so that a user's "cache is out of memory
-slots" is none. A status code (`CUBLAS_STATUS_ALLOC_FAILED`) must open it or follow a colon, a
-bracket or a parenthesis, as libraries print it. Spellings are PyTorch's own (c10, ATen), those of
-its extensions (torch_npu, IPEX) and of the libraries that it calls, and of the issue trackers.
-"CUDA out of memory" and its like come as a plain RuntimeError from extensions that were built
-against old releases. Texts count for some types of error only: those are in `oom.py`, `_kind`.
+docs/internals/errors.md has the tables. A sentence ("CUDA out of memory. …") must open the text, so
+that a user's "cache is out of memory slots" is none. A status code (`CUBLAS_STATUS_ALLOC_FAILED`)
+must open it or follow a colon, a bracket or a parenthesis, as libraries print it. Spellings are
+those of PyTorch itself (c10, ATen), of its extensions (torch_npu, IPEX), of the libraries that it
+calls, and of the issue trackers. "CUDA out of memory" and its like come as a plain RuntimeError
+from extensions that were built against old releases. Texts count for some types of error only:
+those are in `oom.py`, `_kind`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _any(*alternatives: str) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{alternative})" for alternative in alternatives))
 
 
-# what may stand before a status code, in the first line
+# anything that may stand before a status code, in the first line
 _CODE: Final = r"^(?:[^\n]*(?:: |\] |\())?"
 _END: Final = r"(?=\.|\n| \(|$)"
 _ENFORCE: Final = r"^(?:\[enforce fail at [^\]\n]*\][^\n]*?\W)?"  # c10's macro for the host
@@ -48,7 +49,7 @@ RUNTIME: Final = _any(
     _CODE + r"RESOURCE_EXHAUSTED: Out of memory\b",
 )
 
-# What oneDNN says of everything. A failed primitive *descriptor* is an operation that it does not
+# oneDNN's text for every failure. A failed primitive *descriptor* is an operation that it does not
 # have.
 ONEDNN: Final = _any(r"^could not (?:create|execute) a primitive\b(?! descriptor)")
 
@@ -93,7 +94,10 @@ REQUEST: Final = re.compile(
 
 
 def requested_bytes(text: str) -> int | None:
-    """The size of the allocation that failed, in bytes, where the text has it; both "GiB" and "GB" are powers of 1024 for PyTorch and Metal."""
+    """Return the size of the allocation that failed, in bytes, where the text has it.
+
+    Both "GiB" and "GB" are powers of 1024 for PyTorch and Metal.
+    """
     found = REQUEST.search(text)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Which other processes have memory on a GPU, as far as NVML knows.
+"""The other processes that have memory on a GPU, as far as NVML knows.
 
 Advisory: for messages, never for a decision.
 
@@ -31,11 +31,14 @@ class Holder:
     pid: int  # its process id for the driver, which in a container is the host's
     # the program's; None where it cannot be read, or the PID means nothing here
     name: str | None = None
-    bytes: int | None = None  # what it holds on the device; None where the driver does not know
+    bytes: int | None = None  # on the device; None where the driver does not know
 
 
 def describe(holders: Iterable[Holder]) -> str:
-    """The first holders in words: `python (PID 4711) 3.2 GiB, PID 88, and 2 more`; empty where none is known."""
+    """Return the first holders in words; empty where none is known.
+
+    As in `python (PID 4711) 3.2 GiB, PID 88, and 2 more`.
+    """
     words = []
     for holder in holders:
         name = f"PID {holder.pid}" if holder.name is None else f"{holder.name} (PID {holder.pid})"
@@ -46,7 +49,11 @@ def describe(holders: Iterable[Holder]) -> str:
 
 
 def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
-    """The processes on a device but for this one, the biggest first, unknown sizes last; raises what the binding raises."""
+    """Return the other processes on a device, the biggest first, unknown sizes last.
+
+    Raises:
+        NVMLError: as the binding does.
+    """
     found: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics"):
         for process in getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")(handle):
@@ -63,7 +70,7 @@ def holders_on(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
 
 
 def pids_are_ours() -> bool:
-    """Whether the driver's PIDs are those of this process's namespace."""
+    """Return whether the driver's PIDs are those of this process's namespace."""
     if sys.platform != "linux":
         return True
     try:
@@ -73,7 +80,7 @@ def pids_are_ours() -> bool:
 
 
 def name_of(pid: int) -> str | None:
-    """The name of a process, or None."""
+    """Return the name of a process, or None."""
     try:
         return psutil.Process(pid).name() or None
     except (psutil.Error, OSError, ValueError, OverflowError):

@@ -1,7 +1,8 @@
-"""What a memory reading is, and the two protocols behind it: a sensor reads a device from outside, a meter its allocator from inside.
+"""Memory readings, and the two protocols behind them.
 
-A new kind of device gets a module beside `cuda.py` and `host.py` and a line in `devices.py`.
-Neither synchronises the device.
+A sensor reads a device from outside, a meter its allocator from inside. A new kind of device gets a
+module beside `accelerator.py` and `host.py` and a line in `devices.py`. Neither synchronises the
+device.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 class Headroom:
     """One reading of a device's memory in bytes, all figures taken together."""
 
-    # what this process could still get from the device, without what its own allocator keeps in
-    # reserve
+    # bytes this process could still get from the device, besides its own allocator's reserve
     free: int
-    total: int  # what the device has
-    # what this process cannot get: co-tenants or the driver have it, or a cap on this process keeps
-    # it away
+    total: int  # bytes of the device
+    # bytes this process cannot get: co-tenants or the driver have them, or a cap on this process
+    # keeps them away
     held_by_others: int
-    source: str  # "nvml", "cuda", "host", "cgroup" or "budget"
+    source: str  # "nvml", "host", "cgroup", "budget", or a type of device such as "cuda"
     # time of the reading, in seconds of the reader's clock (monotonic unless another was injected)
     at: float
     # why growth must not rely on this reading, which is good enough for a message and for waiting;
@@ -42,14 +42,11 @@ class Headroom:
 
     @property
     def capacity(self) -> int:
-        """Bytes this process could hold in all: what is free and what it holds already.
-
-        Hold a predicted peak against this.
-        """
+        """Bytes this process could hold in all, free or held already: the bound of a peak."""
         return self.total - self.held_by_others
 
     def in_words(self) -> str:
-        """The figures for an error's text, without a full stop."""
+        """Return the figures for an error's text, without a full stop."""
         free, total, others = map(format_bytes, (self.free, self.total, self.held_by_others))
         words = f"{free} of {total} were free at the last look, {others} held by others"
         if self.holders:
@@ -59,7 +56,7 @@ class Headroom:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """No reading, and why (in words), at what time of the reader's clock, in seconds.
+    """The lack of a reading: why (in words), and when, in seconds of the reader's clock.
 
     It stops growth, never training.
     """
@@ -68,7 +65,7 @@ class Unavailable:
     at: float = 0.0
 
     def in_words(self) -> str:
-        """That there are no figures, for an error's text, without a full stop."""
+        """Return that there are no figures, for an error's text, without a full stop."""
         return f"there is no memory reading ({self.reason})"
 
 
@@ -76,7 +73,7 @@ Reading = Headroom | Unavailable
 
 
 def trouble_with(reading: Reading) -> str | None:
-    """Why growth must not rely on a reading: there is none, or it is in doubt.
+    """Return why growth must not rely on a reading: there is none, or it is in doubt.
 
     None where it may.
     """
@@ -85,24 +82,30 @@ def trouble_with(reading: Reading) -> str | None:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the tensors of this process take, in bytes by its own allocator's account; the peaks are those since they were last reset."""
+    """Bytes of this process's tensors, by its own allocator's account.
+
+    The peaks are those since they were last reset.
+    """
 
     allocated: int  # in live tensors now
-    reserved: int  # what the allocator holds from the device now
+    reserved: int  # held by the allocator from the device now
     peak_allocated: int
     peak_reserved: int
     # how often the allocator has emptied its cache and tried again, since the process began
     retries: int
-    idle: int = 0  # what its cache held when the peaks were last reset
+    idle: int = 0  # in its cache when the peaks were last reset
 
     @property
     def fragmentation(self) -> float:
-        """Peak reserved over peak allocated, at least 1: what a predicted peak of tensors must be multiplied by, at most."""
+        """Peak reserved over peak allocated, at least 1; multiplies a predicted peak of tensors."""
         return self._over_allocated(self.peak_reserved)
 
     @property
     def least_fragmentation(self) -> float:
-        """The same without what was cached before, by an attempt that has failed, say: no more than half of it may be of use now."""
+        """The same without the memory that was cached when the peaks were reset.
+
+        A failed attempt may have left it there, and half of it or less be of use now.
+        """
         return self._over_allocated(self.peak_reserved - self.idle)
 
     def _over_allocated(self, reserved: int) -> float:
@@ -111,27 +114,33 @@ class Usage:
 
 @runtime_checkable
 class MemorySensor(Protocol):
-    """Reads the headroom of one device."""
+    """A reader of one device's headroom."""
 
     def read(self) -> Reading:
-        """One reading, now. Does not raise: what goes wrong becomes `Unavailable`."""
+        """Take one reading, now. Does not raise: whatever goes wrong becomes `Unavailable`."""
 
 
 @runtime_checkable
 class UsageMeter(Protocol):
-    """Reads what this process uses on one device; `resets` counts the calls of `reset_peak`, so that a reader knows whether a peak is its own."""
+    """A reader of this process's use of one device.
+
+    Attributes:
+        resets: number of calls of `reset_peak`, by which a reader knows whether a peak is its own.
+    """
 
     resets: int
 
     def usage(self) -> Usage | None:
-        """The figures now, or None where they are not known."""
+        """Return the figures now, or None where they are not known."""
 
     def reset_peak(self) -> None:
-        """Starts a new interval for the peaks."""
+        """Start a new interval for the peaks."""
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes, rounded down, of an int or a string such as `"2GiB"`, `"1.5 MiB"`, `"500MB"` (KiB to TiB: powers of 1024; KB to TB: powers of 1000).
+    """Return the bytes, rounded down, of an int or of a string such as `"2GiB"` or `"500MB"`.
+
+    KiB to TiB are powers of 1024; KB to TB are powers of 1000.
 
     Raises:
         UsageError: the text is no size, the unit is unknown, or the number is negative.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastic_mbs.memory.live_storages import LiveStorages
 
 _DEVICE = torch.ops.prim.device.default
 _MSE = torch.ops.aten.mse_loss.default
@@ -33,10 +33,6 @@ class Point(NamedTuple):
     gradients: int  # of leaves that have their gradient by now
 
 
-class _Storage(weakref.ref[torch.UntypedStorage]):
-    nbytes: int
-
-
 class Timeline(TorchDispatchMode):
     """Counts the storages that operations make on one device, and notes the sum after each.
 
@@ -52,24 +48,17 @@ class Timeline(TorchDispatchMode):
         self.points: list[Point] = []
         self.operations: list[Any] = []
         self._device = device
-        self._live = 0
         self.gradients = 0  # bytes of the gradients made so far
         self._leaves: set[int] = set()  # that have one
-        self._storages: dict[int, _Storage] = {}
-        self._gone: deque[_Storage] = deque()  # a storage can die in any thread
+        self._storages = LiveStorages()
         self.elsewhere = False  # what is made now is made in other memory
         self.flops = 0  # in products, where they are counted
         self._count = count
-        self._on_death = cast(
-            Callable[[weakref.ref[torch.UntypedStorage]], None], self._gone.append
-        )
 
     @property
     def live(self) -> int:
         """Bytes in live storages that the trace has made."""
-        while self._gone:
-            self._live -= self._gone.popleft().nbytes
-        return self._live
+        return self._storages.settled()
 
     def committed(self, leaf: Tensor) -> None:
         """Takes note that a leaf has its gradient; for its hook."""
@@ -86,11 +75,8 @@ class Timeline(TorchDispatchMode):
             if value.device != self._device:
                 return
             storage = value.untyped_storage()
-            known = self._storages.get(storage._cdata)
-            if known is None or known() is not storage:
-                known = self._storages[storage._cdata] = _Storage(storage, self._on_death)
-                known.nbytes = storage.nbytes() if made else 0
-                self._live += known.nbytes
+            if self._storages.counted(storage) is None:
+                self._storages.count(storage, storage.nbytes() if made else 0)
         elif isinstance(value, list | tuple):
             for each in value:
                 self._admit(each, made=made)

@@ -1,6 +1,8 @@
-"""Random streams that an attempt draws from, and their rollback: torch's CPU and device generators, Python's, numpy's global one, and the user's.
+"""Random streams that an attempt draws from, and their rollback.
 
-Source: shared/reference/autograd.md, "State a failed attempt leaves behind".
+They are torch's generators (the CPU's, and the default one of each device), Python's, numpy's
+global one, and the user's own. docs/internals/autograd.md tells what a failed attempt leaves
+behind.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_mbs.device import RandomStream, accelerator_of
+
 _GET_STATE = methodcaller("get_state")
 
 
@@ -25,18 +29,24 @@ class StreamState(NamedTuple):
 
 
 class RandomStreams:
-    """Reads and restores every random stream that a step can draw from: the devices' default ones, the hosts', and the user's own `generators`.
+    """Every random stream that a step can draw from.
 
-    torch's generators take 1 to 8 µs each. Python's and numpy's take 45 µs together: they are read
-    at the call's start, and before each piece once they have moved in a call.
+    torch's generators take 1 to 8 µs each to read. Python's and numpy's take 45 µs together: they
+    are read at the call's start, and before each piece once they have moved in a call.
+
+    Args:
+        generators: the user's own, besides those that belong to the process.
+        devices: devices whose default generators are read.
+
+    Raises:
+        UnsupportedError: the default generator of a device cannot be read and put back.
     """
 
     def __init__(self, generators: Sequence[Any], devices: Iterable[torch.device]) -> None:
-        self._torch: list[torch.Generator] = [torch.default_generator]
-        for device in devices:
-            if device.type == "cuda":  # cuda-only
-                torch.cuda.init()
-                self._torch.append(torch.cuda.default_generators[device.index or 0])
+        self._torch: list[RandomStream] = [torch.default_generator]
+        for accelerator in map(accelerator_of, devices):
+            if accelerator is not None:
+                self._torch.append(accelerator.random_stream)
         self._torch += [
             generator for generator in generators if isinstance(generator, torch.Generator)
         ]
@@ -52,7 +62,7 @@ class RandomStreams:
         self.draws_on_host = False
 
     def read(self, *, hosts: bool = False) -> StreamState:
-        """The present states.
+        """Return the present states.
 
         Those of Python and numpy are among them where they are known to be drawn from, or asked for
         with `hosts`.
@@ -66,7 +76,7 @@ class RandomStreams:
         return StreamState(generators, tuple([get() for get, _ in self._hosts]))
 
     def restore(self, state: StreamState) -> None:
-        """Puts every stream that was read back to where it was.
+        """Put every stream that was read back to a state.
 
         After an error it can be called again.
         """
@@ -78,14 +88,14 @@ class RandomStreams:
             put(value)
 
     def moved(self, since: StreamState) -> bool:
-        """Whether any stream that was read has moved. States are compared in the host's memory."""
+        """Return whether any stream that was read has moved, compared in the host's memory."""
         return self.hosts_moved(since) or not all(
             torch.equal(g.get_state(), state)
             for g, state in zip(self._torch, since.generators, strict=True)
         )
 
     def hosts_moved(self, since: StreamState) -> bool:
-        """Whether Python's, numpy's or the user's own host stream has moved.
+        """Return whether Python's, numpy's or the user's own host stream has moved.
 
         A numpy imported since counts: its stream was not read.
         """
@@ -100,7 +110,7 @@ class RandomStreams:
         )
 
     def learn(self, since: StreamState) -> bool:
-        """`moved`; a host's stream that has is read before each piece from now on."""
+        """Return `moved`; a host's stream that has is read before each piece from now on."""
         self.draws_on_host = self.draws_on_host or self.hosts_moved(since)
         return self.moved(since)
 
@@ -115,14 +125,17 @@ def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def check_generators(generators: Sequence[Any]) -> str | None:
-    """Why one of these cannot be rolled back, or None."""
+    """Return why one of these cannot be rolled back, or None."""
     if not isinstance(generators, Sequence):
         return f"generators={generators!r} is no sequence of random generators"
     for generator in generators:
         try:
             _accessors(generator)[0]()
         except (AttributeError, NotImplementedError):
-            return f"generators= has a {type(generator).__name__}, whose state cannot be read; give torch, random or numpy generators"
+            return (
+                f"generators= has a {type(generator).__name__}, whose state cannot be read; give "
+                "torch, random or numpy generators"
+            )
     return None
 
 

@@ -1,14 +1,16 @@
 """Memory limits: the ways of running out of memory, behind one interface.
 
 ```
-kind      what fails                        where                     co-tenant
-budget    counted tensors, exactly          any process               takes its share off the limit
-shim      torch's allocator (posix_memalign) a child of `run_child`    takes its share off the
-limit; others may train beside it rlimit    the kernel, for the whole process a child of `run_child`
-takes its share off the limit, from inside or outside cuda      torch's allocator, cudaMalloc
-any process               another process that fills the GPU simcuda   the same on a simulated
-device   a process under `simcuda`  likewise
+kind     the allocator that fails            where
+budget   counted tensors, exactly            any process
+shim     torch's (posix_memalign)            a child of `run_child`; others may train beside it
+rlimit   the kernel's, of the whole process  a child of `run_child`
+cuda     torch's, cudaMalloc                 any process
+simcuda  the same on a simulated device      a process under `simcuda`
 ```
+
+The co-tenant takes its share off the limit. On a GPU, simulated or not, it is another process that
+fills the device.
 """
 
 from __future__ import annotations
@@ -63,26 +65,31 @@ ON_GPU = ("cuda", "simcuda")
 
 
 def available(kind: str) -> str | None:
-    """Why a kind of limit cannot be had on this machine, in words; None if it can."""
+    """Return why a kind of limit cannot be had on this machine, in words; None if it can."""
     return _LIMITS[kind][1]()
 
 
 def check_kind(kind: str) -> None:
-    """UsageError where a kind of limit cannot be had on this machine."""
+    """Refuse a kind of limit that cannot be had on this machine.
+
+    Raises:
+        UsageError: it cannot be had.
+    """
     problem = available(kind)
     if problem is not None:
         raise UsageError(f"--kind {kind} cannot be had here: {problem}")
 
 
 def in_child(kind: str) -> bool:
-    """Whether a limit of this kind has to be opened in a process of its own, by `run_child`."""
+    """Return whether a limit of this kind has to be opened in its own process, by `run_child`."""
     return kind in {"shim", "rlimit"}
 
 
 def open_limit(kind: str, **options: Any) -> MemoryLimit:
-    """A limit of this kind with its class's options, not entered yet.
+    """Return a limit of this kind with its class's options, not entered yet.
 
-    UsageError where it cannot be had.
+    Raises:
+        UsageError: it cannot be had.
     """
     problem = available(kind)
     if problem is not None:

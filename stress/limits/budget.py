@@ -19,7 +19,10 @@ _UNLIMITED = 1 << 60
 
 
 class BudgetLimit(HostLimit):
-    """A `MemoryBudget` whose limit is the capacity less the co-tenant's share, at once: what we hold above it makes the next allocation fail."""
+    """A `MemoryBudget` whose limit is the capacity less the co-tenant's share.
+
+    The share counts at once: bytes that we hold above the limit make the next allocation fail.
+    """
 
     kind = "budget"
 
@@ -59,9 +62,9 @@ class BudgetLimit(HostLimit):
 
 
 class _BlockLimit(TorchDispatchMode):
-    """Refuses storages above a size.
+    """A mode that refuses storages above a size.
 
-    It lies below the budget, so that what it refuses has not been counted.
+    It lies below the budget, so that a storage that it refuses has not been counted.
     """
 
     def __init__(self, budget: MemoryBudget) -> None:

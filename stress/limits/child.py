@@ -1,4 +1,7 @@
-"""Runs a job in a process of its own, in the environment that a memory limit needs, and hands on what it emits."""
+"""Jobs in processes of their own, each in the environment that its memory limit needs.
+
+The messages of a job are handed on.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _LAST_WORDS = 4000  # characters of a child's output that are kept
 # connection
 _GRACE = 5.0
 # MKL keeps the buffers that it frees, some 27 MB on one processor and next to none on another, and
-# the process limit counts what is mapped
+# the process limit counts all mapped memory
 _LIBRARIES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_DISABLE_FAST_MM": "1"}
 
 
@@ -44,7 +47,10 @@ class ChildError(RuntimeError):
 
 
 class Line:
-    """What a job is called with: `line(message)` sends to the parent, `line.receive()` waits for what `Child.send` sends."""
+    """A job's connection to its parent.
+
+    `line(message)` sends to the parent, `line.receive()` waits for the next `Child.send`.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -63,16 +69,18 @@ def run_child(
     *,
     deadline: float,
 ) -> Iterator[Any]:
-    """Runs one `Child` and yields what it emits.
+    """Run one `Child` and yield its messages.
 
-    UsageError where the job has raised one or cannot start, ChildError where it has not returned.
+    Raises:
+        UsageError: the job has raised one, or cannot start.
+        ChildError: the job has not returned.
     """
     with Child(kind, job, arguments, deadline=deadline) as child:
         yield from child
 
 
 def run_children(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
-    """Runs several at the same time, and yields what they emit with the index of the child.
+    """Run several at the same time, and yield their messages with the index of the child.
 
     An error in one ends all.
     """
@@ -83,9 +91,9 @@ def run_children(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
 
 
 class Child:
-    """One process: runs inside the `with` block and is gone after it.
+    """One process: it runs inside the `with` block and is gone after it.
 
-    Iteration yields what it emits.
+    Iteration yields its messages.
     """
 
     def __init__(
@@ -148,7 +156,7 @@ class Child:
         return (message for _, message in _messages([self]))
 
     def send(self, message: Any) -> None:
-        """Ends one `Line.receive` of the job."""
+        """End one `Line.receive` of the job."""
         self.connection.send(message)
 
     def kill(self) -> None:
@@ -158,17 +166,21 @@ class Child:
         return self._began + self._deadline - time.monotonic()
 
     def receive(self) -> list[Any]:
-        """The message that has come, if it was one. EOFError or OSError at its end."""
+        """Return the message that has come, if it was one.
+
+        Raises:
+            EOFError: the child has ended. OSError likewise.
+        """
         # the messages of a process that has ended may be read later
         if self.left() < 0 and self._process.is_alive():
             raise self.give_up()
-        what, content = self.connection.recv()
-        if what == "error":
+        kind, content = self.connection.recv()
+        if kind == "error":
             self._error = content
-        return [content] if what == "message" else []
+        return [content] if kind == "message" else []
 
     def give_up(self) -> ChildError:
-        """Asks for the stacks of its threads and kills it; returns the error to raise."""
+        """Ask for the stacks of its threads and kill it; return the error to raise."""
         if sys.platform != "win32":
             os.kill(self.pid, signal.SIGABRT)  # faulthandler answers it
             self._process.join(_GRACE)
@@ -181,10 +193,7 @@ class Child:
         )
 
     def check(self) -> None:
-        """Waits for the end of a child that has closed its connection.
-
-        Raises where it did not end as it should.
-        """
+        """Wait for the end of a child that has closed its connection."""
         self._process.join(max(_GRACE, self.left()))
         code = self._process.exitcode
         if code is None:
@@ -216,7 +225,7 @@ class Child:
 
 
 def _messages(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
-    """What comes from running children until the last has ended."""
+    """Yield the messages of running children until the last has ended."""
     running: dict[Any, int] = {child.connection: index for index, child in enumerate(children)}
     while running:
         first = min((children[index] for index in running.values()), key=Child.left)
@@ -236,7 +245,10 @@ def _messages(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
 
 @contextlib.contextmanager
 def _surroundings(environment: Mapping[str, str]) -> Iterator[None]:
-    """What a new process inherits: its environment, and this copy of the tool first on the path, where another package may have its name."""
+    """Give a new process its environment, and this copy of the tool first on its path.
+
+    Another package may have the tool's name.
+    """
     top = sys.modules[__package__.partition(".")[0]]
     path = [os.fspath(Path(top.__path__[0]).resolve().parent), *sys.path]
     with patch.dict(os.environ), patch.object(sys, "path", path):
@@ -252,9 +264,9 @@ def _serve(
     output: Path,
     path: list[str],
 ) -> None:
-    """The child's side.
+    """Run the job, on the child's side.
 
-    What the job prints goes to a file, whose end is kept for the message of a crash.
+    The job's output goes to a file, whose end is kept for the message of a crash.
     """
     sys.path[:] = path
     with output.open("ab") as file:
@@ -277,7 +289,7 @@ def _serve(
 
 
 def _last_line(words: str) -> str:
-    """The last line that the job itself has written, or the one in which faulthandler names what ended it."""
+    """Return the job's own last line, or the one in which faulthandler names the fatal error."""
     own, fatal, stacks = words.partition("Fatal Python error:")
     lines = [line for line in own.splitlines() if line.strip()] or (fatal + stacks).splitlines()[:1]
     return lines[-1].strip() if lines else "nothing"

@@ -1,4 +1,7 @@
-"""The limit of a GPU: a cap on this process's share, and a co-tenant in another process that takes the memory."""
+"""The limit of a GPU: a cap on this process's share, and a co-tenant that takes the memory.
+
+The co-tenant is another process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class CudaLimit(MemoryLimit):
     """One CUDA device.
 
     ```
-        total ─┬─ outside    not to be had: others' and what the capacity leaves out; held by the
+        total ─┬─ outside    not to be had: others', and left out of the capacity; held by the
         neighbour process
                ├─ held       the co-tenant's; held by the neighbour process, too
                └─ ours       reserved by torch's allocator, at most capacity less held
@@ -53,7 +56,11 @@ class CudaLimit(MemoryLimit):
         self._failed_before = self._room = 0
 
     def __enter__(self) -> Self:
-        """Checks that the device is free enough; UsageError where others use it."""
+        """Check that the device is free enough.
+
+        Raises:
+            UsageError: others use it.
+        """
         torch.cuda.init()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -80,7 +87,7 @@ class CudaLimit(MemoryLimit):
                 f"{format_bytes(capacity)} is more than {self.device} has ({format_bytes(total)})"
             )
         self.capacity, self._board = capacity, None
-        # the fraction is asked when the allocator takes more, not for what it has cached
+        # the fraction is asked when the allocator takes more, not for memory that it has cached
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(
             1.0 if capacity is None else capacity / total, self.device
@@ -89,7 +96,7 @@ class CudaLimit(MemoryLimit):
         self.fragment(self._largest)
 
     def fragment(self, largest: int | None) -> None:
-        """Breaks up what the capacity leaves us, now and whenever that changes.
+        """Break the memory up that the capacity leaves us, now and whenever that changes.
 
         Expandable segments make it whole again, see `expandable`.
         """
@@ -107,20 +114,20 @@ class CudaLimit(MemoryLimit):
             self._board = Checkerboard(self.device, size, largest)
 
     def expandable(self) -> bool:
-        """Whether the allocator's segments are expandable, by what it has, whatever the environment asked for."""
+        """Whether the allocator's segments are expandable, whatever the environment asked for."""
         return any(
             each.get("is_expandable", False) and each["device"] == self.device.index
             for each in torch.cuda.memory_snapshot()
         )
 
     def occupy(self, held: int) -> None:
-        """Makes the neighbour take what is too much for us to have the capacity less `held`."""
+        """Make the neighbour take the room that would leave us more than capacity less `held`."""
         self._held = held
         if self._neighbour is None:
             if not held:
                 return
             self._neighbour = self._undo.enter_context(Neighbour(self.device))
-        torch.cuda.empty_cache()  # what our allocator keeps in reserve nobody could take
+        torch.cuda.empty_cache()  # nobody could take our allocator's reserve
         # it may have got more since it was last asked
         holds, self._wanted = self._neighbour.hold(self._wanted), 0
         if held:  # else the fraction is limit enough
@@ -134,7 +141,10 @@ class CudaLimit(MemoryLimit):
         self._neighbour.hold(self._wanted)
 
     def others(self) -> int:
-        """What the co-tenant was made to hold; where it is one of us, what is gone of the room for both without our doing, see `share`."""
+        """Return the bytes that the co-tenant was made to hold.
+
+        Where it is one of us, return the room that both have lost without our doing, see `share`.
+        """
         if self._shared:
             return max(
                 0,
@@ -155,7 +165,10 @@ class CudaLimit(MemoryLimit):
         return torch.cuda.memory_reserved(self.device)
 
     def peak(self) -> int:
-        """Most bytes in live tensors since `reset_peak`, as far as no runtime has reset the allocator's own peak meanwhile."""
+        """Return the most bytes in live tensors since `reset_peak`.
+
+        A runtime that has reset the allocator's own peak meanwhile makes it too low.
+        """
         return torch.cuda.max_memory_allocated(self.device)
 
     def reset_peak(self) -> None:
@@ -166,21 +179,21 @@ class CudaLimit(MemoryLimit):
 
 
 def refusals(device: torch.device | None = None) -> int:
-    """Requests that torch's allocator of a GPU has refused so far; 0 where CUDA was not used yet."""
+    """Return the requests that torch's allocator of a GPU has refused; 0 before CUDA is used."""
     return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 
 class Checkerboard:
-    """Holds a pin after each hole of one long segment, which is not given back to the device then: memory is free, but in holes.
+    """A long segment with a pin after each hole, so that memory is free, but in holes.
 
-    With expandable segments the pages of the holes are given back, and mapped again in one piece:
-    then nothing is fragmented.
+    The device does not get the segment back. With expandable segments the pages of the holes are
+    given back, and mapped again in one piece: then nothing is fragmented.
     """
 
     def __init__(self, device: torch.device, size: int, largest: int) -> None:
         hole = max(LEAST, largest) // PIN * PIN
         block = partial(torch.empty, dtype=torch.uint8, device=device)
-        torch.cuda.empty_cache()  # or the blocks would lie in what is cached already
+        torch.cuda.empty_cache()  # or the blocks would lie in cached memory
         segment = block(size // PIN * PIN)
         # its memory stays, and the allocator cuts the blocks from it one after the other
         del segment
@@ -200,13 +213,16 @@ class Checkerboard:
 
 
 class Confined(Neighbour):
-    """A GPU of which all others together can have a given number of bytes: the neighbour process holds the rest."""
+    """A GPU of which all others together can have a given number of bytes.
+
+    The neighbour process holds the rest.
+    """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         super().__init__(_with_index(device))
 
     def leave(self, size: int | None, *, held: int = 0) -> None:
-        """Leaves so many bytes, with those that the others hold already; None for all that is free."""
+        """Leave so many bytes, with those that the others hold already; None leaves everything."""
         torch.cuda.empty_cache()  # our cache cannot be had by others
         self.hold(0)
         if size is not None:

@@ -1,4 +1,7 @@
-"""One device for several processes: the file that they share, and the library that holds them to it (`fence.c`)."""
+"""One device for several processes: the file that they share, and the library that enforces it.
+
+`fence.c` is the library.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _PLACES = range(16, _FILE_SIZE // 8, 8)  # where slots begin, in words
 
 
 class Slot(NamedTuple):
-    pid: int  # of the process whose account it is
+    pid: int  # of the account's process
     started: int  # see `start_time`
     live: int  # bytes that it holds
     peak: int  # most bytes that it held since `Fence.reset_peak`
@@ -38,7 +41,7 @@ class Slot(NamedTuple):
 
 
 def _word(place: int) -> property:
-    """A number in the file, at the place where fence.c has it."""
+    """Return a number in the file, at the place where fence.c has it."""
     return property(
         lambda fence: fence._words[place],
         lambda fence, value: fence._words.__setitem__(place, min(value, UNLIMITED)),
@@ -67,7 +70,7 @@ class Fence:
 
     @classmethod
     def create(cls, budget: int = UNLIMITED) -> Fence:
-        """A new device of so many bytes for all its processes together."""
+        """Make a new device of so many bytes for all its processes together."""
         # in memory, where there is such a place
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         number, name = tempfile.mkstemp(prefix="elastic_mbs_fence_", dir=folder)
@@ -81,40 +84,43 @@ class Fence:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Unmaps the file; processes that have it mapped keep it."""
+        """Unmap the file; processes that have it mapped keep it."""
         self._words.release()
         self._map.close()
         if self._created:
             self.path.unlink(missing_ok=True)
 
     def leave(self, size: int | None, *, held: int = 0) -> None:
-        """Sets the budget, in which `held` counts already; None lifts it."""
+        """Set the budget, in which `held` counts already; None lifts it."""
         self.budget = UNLIMITED if size is None else size
 
     def slots(self) -> list[Slot]:
-        """The processes that are alive."""
+        """Return the processes that are alive."""
         return [slot for slot in self._used() if start_time(slot.pid) == slot.started]
 
     def live(self) -> int:
-        """Bytes that all processes hold."""
+        """Return the bytes that all processes hold."""
         return sum(slot.live for slot in self.slots())
 
     def of(self, pid: int) -> Slot:
-        """The account of one process, all zero before its first block."""
+        """Return the account of one process, all zero before its first block."""
         return next((slot for slot in self._used() if slot.pid == pid), Slot(pid, 0, 0, 0, 0))
 
     def _used(self) -> list[Slot]:
         return [Slot(*self._words[place : place + 5]) for place in _PLACES if self._words[place]]
 
     def reset_peak(self, pid: int) -> None:
-        """Starts a new interval for the peak of a process."""
+        """Start a new interval for the peak of a process."""
         for place in _PLACES:
             if self._words[place] == pid:
                 self._words[place + 3] = self._words[place + 2]
 
 
 class ShimLimit(HostLimit):
-    """The device that `fence.c` makes, in a process that was started under it by `run_child`; it counts tensors of 8 KiB and more."""
+    """The device that `fence.c` makes, in a process that `run_child` has started under it.
+
+    It counts tensors of 8 KiB and more.
+    """
 
     kind = "shim"
 
@@ -169,7 +175,10 @@ class ShimLimit(HostLimit):
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in clock ticks since the machine did; -1 if it has ended, even while it is a zombie."""
+    """Return the start of a process, in the machine's clock ticks; -1 if it has ended.
+
+    A zombie has ended.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -179,7 +188,7 @@ def start_time(pid: int) -> int:
 
 
 def environment(fence: Fence) -> dict[str, str]:
-    """Variables under which a process shares the device."""
+    """Return the variables under which a process shares the device."""
     # a library that was preloaded before is left out: an allocator of its own would not know the
     # blocks of this one
     return {VARIABLE: os.fspath(fence.path), "LD_PRELOAD": os.fspath(library())}
@@ -187,9 +196,13 @@ def environment(fence: Fence) -> dict[str, str]:
 
 def trouble() -> str | None:
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return f"the shim needs Linux with glibc, and this is {sys.platform} {platform.libc_ver()[0]}".rstrip()
+        system = f"{sys.platform} {platform.libc_ver()[0]}".rstrip()
+        return f"the shim needs Linux with glibc, and this is {system}"
     if shutil.which(_compiler()[0]) is None:
-        return f"the shim needs a C compiler, and there is no {_compiler()[0]!r}: install one (apt install gcc), or name yours in the variable CC"
+        return (
+            f"the shim needs a C compiler, and there is no {_compiler()[0]!r}: install one (apt "
+            "install gcc), or name yours in the variable CC"
+        )
     return None
 
 

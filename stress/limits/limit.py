@@ -1,4 +1,4 @@
-"""What a memory limit is: memory of a given size, and a co-tenant that takes part of it."""
+"""Memory limits in general: memory of a given size, and a co-tenant that takes part of it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from elastic_mbs.memory import Headroom, MemorySensor, Reading, Unavailable, Usa
 
 
 class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
-    """A device's memory during one run: the co-tenant has `others()` of its capacity, this process the rest. Its end lifts every limit."""
+    """A device's memory during one run.
+
+    The co-tenant has `others()` of its capacity, this process the rest. The end of the block lifts
+    every limit.
+    """
 
     # "budget" (counted tensors), "shim" (the allocator itself fails), "rlimit" (the process limit),
     # "cuda"
     kind: str
     device: torch.device  # where the model is trained
-    # what ElasticMBS reads, as sensor and as meter; None where it finds both by itself
+    # the sensor and meter that ElasticMBS is given; None where it finds both by itself
     sensor: MemorySensor | None
 
     def __init__(self) -> None:
@@ -36,20 +40,21 @@ class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
 
     @abstractmethod
     def lift(self) -> None:
-        """Takes back what the limit has changed, when it is left."""
+        """Take back every change of the limit's, when it is left."""
 
     # only the process limit has something to do
     def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
-        """Runs a piece of each size once, where a first time under pressure could end the process."""
+        """Run a piece of each size once: a first time under pressure could end the process."""
 
     @abstractmethod
     def resize(self, capacity: int | None) -> None:
-        """Sets how many bytes there are for all; None lifts the limit."""
+        """Set the bytes that there are for all; None lifts the limit."""
 
     def fragment(self, largest: int | None) -> None:
-        """Makes single allocations above `largest` bytes fail, whatever is free; None ends that.
+        """Make single allocations above `largest` bytes fail, whatever is free; None ends that.
 
-        UsageError where that is impossible.
+        Raises:
+            UsageError: this kind of limit cannot.
         """
         raise UsageError(
             f"the limit {self.kind!r} knows no fragmentation: under 'shim' and 'budget' single "
@@ -58,21 +63,21 @@ class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
 
     @abstractmethod
     def occupy(self, held: int) -> None:
-        """Makes the co-tenant hold so many bytes: at once what is free, the rest as soon as it is."""
+        """Make the co-tenant hold so many bytes: the free ones at once, the rest when it can."""
 
     def others(self) -> int:
-        """Bytes that are not ours to have: what the co-tenant holds now, or waits for where the two cannot be distinguished."""
+        """Return the co-tenant's bytes; some limits count the bytes that it waits for as well."""
         return self._held
 
     def share(self, size: int) -> None:  # a fence says so itself
-        """Notes that the device was given `size` bytes for all processes on it."""
+        """Note that the device was given `size` bytes for all processes on it."""
 
     @abstractmethod
     def live(self) -> int:
-        """Bytes this process holds now."""
+        """Return the bytes that this process holds now."""
 
     def reserved(self) -> int:
-        """Bytes that are gone of the device for this process, by its allocator's account."""
+        """Return the device's bytes that this process has, by its allocator's account."""
         return self.live()
 
     def expandable(self) -> bool:
@@ -81,19 +86,19 @@ class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
 
     @abstractmethod
     def peak(self) -> int:
-        """Most bytes it held since `reset_peak`."""
+        """Return the most bytes held since `reset_peak`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Starts a new interval."""
+        """Start a new interval."""
 
     @abstractmethod
     def failures(self) -> int | None:
-        """Allocations that have failed so far in this process; None where they are not counted."""
+        """Return the failed allocations so far in this process; None where they are not counted."""
 
 
 class HostLimit(MemoryLimit):
-    """A limit on the CPU. `sensor` is both sensor and meter of what is trained under it."""
+    """A limit on the CPU. `sensor` is both sensor and meter of the model that trains under it."""
 
     sensor: HostGauge
 
@@ -114,7 +119,7 @@ class HostLimit(MemoryLimit):
         self.apply()
 
     def total(self) -> int | None:
-        """Bytes there are for all, now; None without a limit."""
+        """Return the bytes that there are for all, now; None without a limit."""
         return self.capacity
 
     def peak(self) -> int:
@@ -127,15 +132,15 @@ class HostLimit(MemoryLimit):
 
     @abstractmethod
     def apply(self) -> None:
-        """Puts the limit in force, after it has changed."""
+        """Put the limit in force, after it has changed."""
 
     @abstractmethod
     def peak_of_interval(self) -> int:
-        """Most bytes held since `begin_interval`."""
+        """Return the most bytes held since `begin_interval`."""
 
     @abstractmethod
     def begin_interval(self) -> None:
-        """Makes the peak start again from what is live."""
+        """Make the peak start again from the live bytes."""
 
 
 class HostGauge:
@@ -146,7 +151,7 @@ class HostGauge:
         self.resets = 0  # of the peak, by a runtime or by the limit's user
 
     def read(self) -> Reading:
-        """What this process could still get.
+        """Return the bytes that this process could still get.
 
         Without a limit the machine's memory is the capacity.
         """
@@ -164,20 +169,20 @@ class HostGauge:
         return Headroom(max(0, total - others - live), total, others, self._memory.kind, at)
 
     def usage(self) -> Usage:
-        """Live bytes and their peak. Nothing is kept in reserve: reserved is allocated."""
+        """Return live bytes and their peak. Nothing is kept in reserve: reserved is allocated."""
         live = self._memory.live()
         peak = max(live, self._memory.peak_of_interval())
         return Usage(live, live, peak, peak, 0)
 
     def reset_peak(self) -> None:
-        """Starts an interval for a runtime; the limit's own goes on."""
+        """Start an interval for a runtime; the limit's own goes on."""
         self._memory.highest = self._memory.peak()
         self._memory.begin_interval()
         self.resets += 1
 
 
 def switch_onednn_off() -> Callable[[], None]:
-    """Disables oneDNN, which crashes where its own allocations fail; returns a function that restores it."""
+    """Disable oneDNN, which crashes where its allocations fail; return its restoration."""
     was = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch has a descriptor there
     return lambda: setattr(torch.backends.mkldnn, "enabled", was)

@@ -1,7 +1,7 @@
-"""A GPU's co-tenant, which is another process: it holds as much memory as its parent asks for, and exits when its parent does.
+"""A GPU's co-tenant in another process: it holds the memory that its parent asks for.
 
-Each line of its input is a number of bytes to hold, each line of its output the number that it got
-at once; it goes on trying to get the rest.
+It exits when its parent does. Each line of its input is a number of bytes to hold, each line of its
+output the number that it got at once; it goes on trying to get the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Neighbour:
         self.device = device
 
     def __enter__(self) -> Self:
-        """Starts the process and waits until it holds what it needs for itself, as a CUDA context."""
+        """Start the process; wait until it holds its own share of the device, as a CUDA context."""
         command = [sys.executable, "-P", __file__, str(self.device)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -46,9 +46,10 @@ class Neighbour:
         self._process.wait()
 
     def hold(self, size: int) -> int:
-        """Makes it hold so many bytes; returns how many it holds.
+        """Make it hold so many bytes; return how many it holds.
 
-        RuntimeError where the process has ended.
+        Raises:
+            RuntimeError: the process has ended.
         """
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer shows

@@ -1,4 +1,4 @@
-"""The process limit: the kernel refuses memory beyond RLIMIT_DATA, to every allocator in this process."""
+"""The process limit: beyond RLIMIT_DATA the kernel refuses memory to every allocator in here."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _PARALLEL = 2**20  # elements, enough for all threads
 
 
 class ProcessLimit(HostLimit):
-    """RLIMIT_DATA of this process, moved while it trains: all private memory that was mapped since it was entered.
+    """RLIMIT_DATA of this process, moved while it trains.
 
-    Needs a process of its own: the heap's settings cannot be undone, and a library that expects no
-    refusal ends it, so `warm` runs each size first.
+    It counts all private memory that was mapped since the block was entered. It needs a process of
+    its own: the heap's settings cannot be undone, and a library that expects no refusal ends it, so
+    `warm` runs each size first.
     """
 
     kind = "rlimit"
@@ -61,7 +62,7 @@ class ProcessLimit(HostLimit):
         return self
 
     def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
-        """Runs each size once without a limit, the largest last, so that libraries have what they keep."""
+        """Run each size once without a limit, the largest last: libraries fill their caches."""
         resource.setrlimit(resource.RLIMIT_DATA, self._limit)
         try:
             for size in sorted(set(sizes)):
@@ -73,7 +74,7 @@ class ProcessLimit(HostLimit):
         return max(0, self._mapped() - self.base)
 
     def failures(self) -> None:
-        return  # the kernel does not count what it refuses
+        return  # the kernel does not count its refusals
 
     def apply(self) -> None:
         soft, hard = self._limit
@@ -83,7 +84,10 @@ class ProcessLimit(HostLimit):
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     def peak_of_interval(self) -> int:
-        """What was live at its start plus the rise of resident memory since: the kernel keeps no peak of what is mapped."""
+        """Return the bytes live at its start plus the rise of resident memory since.
+
+        The kernel keeps no peak of the mapped bytes.
+        """
         return max(
             self.live(), self._live_at_start + self._resident("VmHWM") - self._resident_at_start
         )
@@ -105,7 +109,10 @@ class ProcessLimit(HostLimit):
 
 def trouble() -> str | None:
     if resource is None or sys.platform != "linux":
-        return f"the limit 'rlimit' needs Linux, which holds all private memory of a process to RLIMIT_DATA, and this is {sys.platform}"
+        return (
+            "the limit 'rlimit' needs Linux, which holds all private memory of a process to "
+            f"RLIMIT_DATA, and this is {sys.platform}"
+        )
     if not hasattr(ctypes.CDLL(None), "mallopt"):
         return "the limit 'rlimit' needs glibc, whose heap can map large blocks one by one"
     return None

@@ -24,6 +24,7 @@ from elastic_mbs import (
     Policy,
     Unavailable,
 )
+from elastic_mbs.device import Accelerator
 from elastic_mbs.engine import report
 from elastic_mbs.engine.outcome import timing
 from elastic_mbs.engine.outcome.result import StepResult
@@ -301,8 +302,9 @@ class DeviceEvent:
     lost: ClassVar[bool] = False
     streams: ClassVar[list[torch.device]] = []
 
-    def __init__(self, *, enable_timing: bool) -> None:
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
         assert enable_timing
+        assert device.type == "cuda"
         self.at = 0.0
 
     def record(self, stream: torch.device) -> None:
@@ -324,8 +326,8 @@ class DeviceEvent:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(torch, "Event", DeviceEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
     for name, value in {"now": 0.0, "horizon": 0.0, "lost": False, "streams": []}.items():
         monkeypatch.setattr(DeviceEvent, name, value)
     return torch.device("cuda", 1)
@@ -336,7 +338,7 @@ def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order_or_
 ) -> None:
     timed: Timed[int] = deque()
     for number in range(4):
-        watch = Stopwatch(cuda)
+        watch = Stopwatch(Accelerator(cuda))
         DeviceEvent.now += 1 + number
         watch.stop()
         timed.append((watch, number))

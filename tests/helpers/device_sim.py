@@ -53,7 +53,7 @@ class Ran:
 
 @dataclass
 class Job:
-    """One process: calls are made with `call`, everything that happened is in `history`."""
+    """One process: calls are made with `call`, and `history` has all of them."""
 
     device: Device
     need: Callable[[int], int]
@@ -86,7 +86,7 @@ class Job:
         )
 
     def reading(self) -> Capacity | None:
-        """The monitor's latest reading: at most a second old."""
+        """Return the monitor's latest reading, at most a second old."""
         now = self.device.clock.now
         if not self.sensed:
             return None
@@ -111,20 +111,16 @@ class Job:
         name: str = "loss",
         stop_after: int | None = None,
     ) -> Ran:
-        """Runs a batch as the engine does: pieces, and halves of what failed.
+        """Run a batch as the engine does: in pieces, and in halves of a failed piece.
 
-        `stop_after` pieces it ends by an exception.
+        After `stop_after` pieces it ends by an exception.
         """
-        key, limits = Key(name, "train", shape_class(elements)), self.policy.limits
+        key = Key(name, "train", shape_class(elements))
+        limits = self.policy.limits
         plan = self.controller.begin(key, samples, elements)
-        size, at, peak, failures, began, lost_before = (
-            plan.size,
-            0,
-            0,
-            0,
-            self.device.clock.now,
-            self.lost,
-        )
+        size = plan.size
+        began, lost_before = self.device.clock.now, self.lost
+        at = peak = failures = 0
         waiting = list(self._cut(0, samples, size))
         done: list[tuple[int, int]] = []
         while waiting:

@@ -1,4 +1,4 @@
-"""What a MemoryBudget counts, and what it tells."""
+"""The figures of a MemoryBudget."""
 
 import contextlib
 import gc
@@ -216,7 +216,7 @@ def test_readings_take_what_is_missing_from_the_limit_for_a_co_tenant() -> None:
 
 
 class Allocator:
-    """What the budget should do, in plain numbers: slots look into blocks, blocks have sizes."""
+    """The budget's behaviour in plain numbers: slots look into blocks, blocks have sizes."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.peak, self.ooms, self.blocks = limit, 0, 0, 0
@@ -228,7 +228,7 @@ class Allocator:
         return sum(self.sizes[key] for key in set(self.looks.values()))
 
     def fits(self, new: int) -> bool:
-        """Whether `new` bytes more may be live for a moment."""
+        """Return whether `new` bytes more may be live for a moment."""
         if new > 0 and self.live + new > self.limit:
             self.ooms += 1
             return False
@@ -265,7 +265,7 @@ def test_live_peak_and_errors_equal_a_model_of_the_allocator(
     model = Allocator(limit)
 
     def act(action: str, slot: int, other: int, size: int) -> bool:
-        """Does the same to both; returns whether the model says that it fits."""
+        """Do the same to both; return whether the model says that it fits."""
         fits = True
         if action == "free":
             slots.pop(slot, None)

@@ -1,4 +1,4 @@
-"""The memory limit of a control group, on trees of files as the kernel shows them, and of this machine."""
+"""The memory limit of a control group, on copies of the kernel's files and on this machine."""
 
 import tempfile
 import types
@@ -23,7 +23,7 @@ def one_group(root: Path, version: Version, limit: int | str, used: int, **more:
 
 
 def told(root: Path, *names: str) -> tuple[Any, ...]:
-    """Those figures of the limit that binds."""
+    """Return these figures of the limit that binds."""
     memory = cgroup_memory(root)
     return tuple(getattr(memory, name) for name in names)
 
@@ -70,7 +70,7 @@ def test_the_limit_that_slows_down_counts_as_the_one_that_kills(tmp_path: Path) 
         ("/", "/../.."),
     ],
 )
-def test_where_the_own_group_is_the_root_of_the_mount_or_cannot_be_seen_the_root_counts(
+def test_the_mounts_root_counts_where_no_other_group_shows(
     tmp_path: Path, path: str, mount_root: str
 ) -> None:
     write_group(tmp_path / ROOT_OF[2], "/", 2, 100, 60)

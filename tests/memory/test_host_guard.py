@@ -1,4 +1,4 @@
-"""The guard that makes the allocator fail before the kernel kills: what its limit is, what it says, and where it cannot work."""
+"""The guard that makes the allocator fail before the kernel kills: its limit and its warnings."""
 
 import os
 import subprocess
@@ -330,7 +330,8 @@ PREPARE = """
         limit = 1 << 50
         def read(self):
             used = self.others + host_guard.own_memory()[0]
-            return CgroupMemory(2, "/", self.limit, used, 0, max(0, self.limit - used), "memory.max")
+            left = max(0, self.limit - used)
+            return CgroupMemory(2, "/", self.limit, used, 0, left, "memory.max")
         def leave(self, room):  # bytes that may be mapped beside what is mapped now, and the margin
             self.limit = host_guard.own_memory()[1] + self.others + 24 * MEBI + room
 
@@ -348,7 +349,10 @@ IMPORT = "torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), t
 
 
 def run_limited(code: str, timeout: float = 120, *, fresh: bool = False) -> str:
-    """Runs a script in a process of its own, with this repository's package; a fresh one has imported nothing beside it."""
+    """Run a script in its own process, with this repository's package.
+
+    A fresh one has imported nothing beside it.
+    """
     script = textwrap.dedent(PREPARE) + ("" if fresh else IMPORT) + "\n" + textwrap.dedent(code)
     environment = {**os.environ, "PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -370,11 +374,18 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
         ctypes.CDLL("libc.so.6").mallopt(-3, 65536)
         random_rooms = random.Random(7)
         torch.manual_seed(0)
-        convolutions = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        layers = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Dropout(0.0), nn.Linear(512, 256), nn.Tanh(), nn.Linear(256, 4))
+        convolutions = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 4, 3, padding=1),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )
+        layers = nn.Sequential(
+            nn.Linear(64, 512), nn.Tanh(), nn.Dropout(0.0), nn.Linear(512, 256), nn.Tanh(),
+            nn.Linear(256, 4),
+        )
+        cases = ((convolutions, (16, 3, 24, 24), (3, 10)), (layers, (512, 64), (4, 8)))
         before = resource.getrlimit(resource.RLIMIT_DATA)
         phases = collections.Counter()
-        for model, shape, rooms in ((convolutions, (16, 3, 24, 24), (3, 10)), (layers, (512, 64), (4, 8))):
+        for model, shape, rooms in cases:
             model.double()
             x, y = torch.randn(shape, dtype=torch.float64), torch.randint(0, 4, shape[:1])
             loss_fn = lambda batch: functional.cross_entropy(model(batch[0]), batch[1])
@@ -387,7 +398,9 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
             wanted = [parameter.grad.clone() for parameter in model.parameters()]
             group = Group()
             for _ in range(15):
-                memory = MemoryOptions(host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0)
+                memory = MemoryOptions(
+                    host_guard="24MiB", sensor=NoSensor(""), monitor_interval=0, wait_for_memory=0
+                )
                 mbs = ElasticMBS(model, micro_batch_size=len(x), memory=memory)
                 group.bind()
                 events = []
@@ -412,31 +425,32 @@ def test_dozens_of_real_failures_of_the_allocator_are_recovered_exactly() -> Non
 def test_a_forked_child_and_a_thread_are_held_to_what_they_should_be() -> None:
     run_limited("""
         resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, resource.RLIM_INFINITY))
+        soft = lambda: resource.getrlimit(resource.RLIMIT_DATA)[0]
         guard = guard_beside(group := Group())
         group.leave(64 * MEBI)
         guard.renew()
-        low = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        low = soft()
         assert low < 1 << 40
         seen = []
-        thread = threading.Thread(target=lambda: seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0]))
+        thread = threading.Thread(target=lambda: seen.append(soft()))
         thread.start(); thread.join()
         assert seen == [low], "the limit is the process's"
         if (child := os.fork()) == 0:
-            alone = resource.getrlimit(resource.RLIMIT_DATA)[0] == 1 << 40
+            alone = soft() == 1 << 40
             guard.lift()
             group.leave(32 * MEBI)
             guard.renew()
-            again = resource.getrlimit(resource.RLIMIT_DATA)[0] < low
+            again = soft() < low
             guard.lift()
-            os._exit(0 if alone and again and resource.getrlimit(resource.RLIMIT_DATA)[0] == 1 << 40 else 1)
+            os._exit(0 if alone and again and soft() == 1 << 40 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == low, "what the child does is its own"
+        assert soft() == low, "the child's limit is its own"
         guard.lift()
         assert resource.getrlimit(resource.RLIMIT_DATA) == (1 << 40, resource.RLIM_INFINITY)
     """)
 
 
-def test_threads_and_what_the_first_backward_imports_are_there_before_the_first_piece() -> None:
+def test_threads_and_imports_are_there_before_the_first_piece() -> None:
     # refused memory for the stack of a thread, libgomp ends the process; in the middle of an
     # import, sympy stayed half imported
     run_limited(
@@ -447,7 +461,8 @@ def test_threads_and_what_the_first_backward_imports_are_there_before_the_first_
         guard.renew()
         guard.lift()
         assert len(os.listdir("/proc/self/task")) >= 3
-        loss, wide = torch.zeros((), requires_grad=True).clone(), torch.ones(1 << 18, dtype=torch.uint8)
+        loss = torch.zeros((), requires_grad=True).clone()
+        wide = torch.ones(1 << 18, dtype=torch.uint8)
         group.leave(0)
         guard.renew()
         try:

@@ -1,4 +1,4 @@
-"""The thread that keeps the latest reading: when it reads, what it publishes, and how it ends."""
+"""The thread that keeps the latest reading: its times, its news, and its end."""
 
 import gc
 import logging
@@ -74,9 +74,7 @@ def test_a_reading_is_stamped_before_the_sensor_is_asked_and_becomes_the_latest(
     assert monitor.read_now() == monitor.latest() == Unavailable("lost", at=50.0)
 
 
-def test_an_interval_of_zero_reads_at_every_look_and_has_no_thread_and_what_is_no_time_is_refused() -> (
-    None
-):
+def test_an_interval_of_zero_has_no_thread_and_no_time_is_refused() -> None:
     sensor = Script(room(1), room(2))
     monitor = Monitor(sensor, interval=0, clock=lambda: 1.0)
     monitor.start()
@@ -284,7 +282,7 @@ def test_where_there_can_be_no_thread_the_sensor_is_lost(monkeypatch: pytest.Mon
 
 
 def run(code: str) -> None:
-    """In a subprocess of its own: fork and the threads of a test runner do not mix."""
+    """Run a script in its own process: fork and the threads of a test runner do not mix."""
     prelude = """
         import os, signal, threading, time
         from elastic_mbs.memory import Headroom, Monitor

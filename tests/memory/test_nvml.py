@@ -1,4 +1,4 @@
-"""NVML by the real pynvml over a driver that is not there, and the CUDA sensor over both: what each kind of failure leaves of a reading."""
+"""NVML by the real pynvml over a driver that is not there, and the CUDA sensor over both."""
 
 import os
 import subprocess
@@ -145,7 +145,7 @@ STATES: list[dict[str, int]] = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(STATES), st.integers(1, 90)), max_size=8))
-def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_ten_seconds(
+def test_a_failing_driver_is_asked_seldom_and_found_within_ten_seconds(
     story: list[tuple[dict[str, int], int]],
 ) -> None:
     clock = Clock()
@@ -170,13 +170,13 @@ def test_whatever_the_driver_does_it_is_asked_seldom_and_found_again_within_ten_
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PIDs that mean the same here and for the driver, and names for some."""
+    """Give PIDs the same meaning here and for the driver, and names to some."""
     monkeypatch.setattr("elastic_mbs.memory.processes.pids_are_ours", lambda: True)
     monkeypatch.setattr("elastic_mbs.memory.processes.name_of", {10: "python", 11: "Xorg"}.get)
 
 
 @pytest.mark.usefixtures("named")
-def test_the_holders_are_those_of_both_lists_without_us_the_biggest_first_read_every_few_seconds(
+def test_holders_are_of_both_lists_without_us_biggest_first(
     driver: FakeDriver,
 ) -> None:
     card, clock = driver.cards[0], Clock()

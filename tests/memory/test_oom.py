@@ -1,4 +1,4 @@
-"""Which errors are out of memory, by the tables, by what the user adds to them and by what wraps what."""
+"""Out-of-memory errors by the tables, by the user's predicate, and inside other errors."""
 
 import errno
 
@@ -151,7 +151,7 @@ def test_a_long_message_is_cut_and_one_that_is_empty_or_fails_is_the_type() -> N
     ],
     ids=label,
 )
-def test_the_user_can_add_errors_and_make_a_masked_one_certain_but_take_none_away(
+def test_the_user_can_add_errors_and_take_none_away(
     error: Exception, expected: Verdict | None
 ) -> None:
     assert classify(error, lambda error: "quota" in str(error)) == expected
@@ -202,9 +202,7 @@ def test_a_lost_device_passes_through_even_while_out_of_memory_is_handled(text: 
     assert classify(caught(raised_from, Wrapper(text), torch.OutOfMemoryError())) is None
 
 
-def test_what_was_handled_outside_the_guarded_code_or_is_said_to_be_no_cause_is_not_followed() -> (
-    None
-):
+def test_errors_handled_outside_the_guarded_code_are_not_followed() -> None:
     assert classify(caught(raised_from, Wrapper("step failed"), None)) is None
     without_traceback = RuntimeError("step failed")
     without_traceback.__context__ = torch.OutOfMemoryError()
@@ -242,7 +240,7 @@ def test_a_long_chain_is_followed_and_a_cycle_ends() -> None:
 
 
 @pytest.mark.parametrize("text", TABLE_C, ids=label)
-def test_a_poisoned_link_anywhere_decides_and_a_certain_one_weighs_more_than_a_masked_one(
+def test_a_poisoned_link_decides_and_a_certain_one_beats_a_masked(
     text: str,
 ) -> None:
     assert (

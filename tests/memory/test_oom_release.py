@@ -1,4 +1,4 @@
-"""Nothing of a failed attempt stays alive, caches are given back, and a device is asked whether it is still healthy."""
+"""Release of a failed attempt, of caches, and the probe of a device's health."""
 
 import gc
 import logging
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import MemoryBudget
+from elastic_mbs.device import Accelerator
 from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.oom import Kind, clear_traceback, probe, release
@@ -69,10 +70,11 @@ def test_clearing_a_traceback_frees_its_tensors_although_the_error_is_kept() -> 
 
 @pytest.mark.parametrize("alien", [False, True])
 @pytest.mark.no_oom_injection
-def test_branches_that_a_failed_backward_never_came_to_do_not_keep_its_activations(
+def test_unrun_branches_of_a_failed_backward_keep_no_activations(
     alien: bool,
 ) -> None:
-    """Autograd leaves them in the thread's queue until its next backward: the replay's forward had to fit beside the attempt that had failed."""
+    # Autograd leaves them in the thread's queue until its next backward: the replay's forward had
+    # to fit beside the attempt that had failed.
     torch.manual_seed(0)
     model = nn.Linear(4, 512, bias=False).double()
     x = torch.randn(8, 4, dtype=torch.float64)
@@ -106,7 +108,7 @@ def test_branches_that_a_failed_backward_never_came_to_do_not_keep_its_activatio
 
 @pytest.fixture
 def emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The backends whose cache was emptied; that of the XPU fails, and the CPU has none."""
+    """Return the backends whose cache was emptied; the XPU's fails, and the CPU has none."""
     calls: list[str] = []
 
     def empty(name: str) -> None:
@@ -126,7 +128,7 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 DEVICES = [torch.device(name) for name in ("cuda:0", "cuda:1", "cpu", "xpu", "mtia")]
 
 
-def test_a_first_failure_costs_neither_the_cache_nor_a_collection_but_of_what_is_young(
+def test_a_first_failure_costs_a_young_collection_only(
     monkeypatch: pytest.MonkeyPatch, emptied: list[str]
 ) -> None:
     monkeypatch.setattr(gc, "collect", made := Mock())
@@ -145,7 +147,7 @@ def test_a_cycle_of_the_failed_attempt_is_collected_at_the_first_failure() -> No
     assert gone() is None
 
 
-def test_a_thorough_release_collects_then_empties_each_backend_once_whichever_fails(
+def test_a_thorough_release_empties_each_backend_once(
     emptied: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     cycle: list[Any] = [torch.zeros(10)]
@@ -159,7 +161,7 @@ def test_a_thorough_release_collects_then_empties_each_backend_once_whichever_fa
     assert "empty_cache on xpu: XPU error: out of memory" in caplog.messages
 
 
-def test_an_out_of_memory_pinned_by_a_shell_is_cleared_and_another_error_is_left_to_be_looked_at(
+def test_of_errors_pinned_by_a_shell_only_out_of_memory_is_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def mistake() -> None:
@@ -216,8 +218,8 @@ def test_a_probe_tells_a_poisoned_device_from_a_healthy_one(
 ) -> None:
     pending = list(errors)
 
-    def exercise(device: torch.device) -> None:
-        assert device.type == "cuda"
+    def exercise(accelerator: Accelerator) -> None:
+        assert accelerator.device.type == "cuda"
         error = pending.pop(0)
         if error is not None:
             raise error
@@ -239,9 +241,7 @@ def test_a_thorough_release_gives_the_cache_back_to_the_device() -> None:
     assert torch.cuda.memory_reserved(device) <= reserved - (1 << 28)
 
 
-def test_bookkeeping_is_not_repeated_after_an_error_that_can_belong_to_an_earlier_operation() -> (
-    None
-):
+def test_bookkeeping_is_not_repeated_after_an_asynchronous_error() -> None:
     runs: list[str] = []
 
     def operation() -> None:

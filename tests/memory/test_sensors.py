@@ -8,8 +8,8 @@ import torch
 
 from elastic_mbs import Event, MicroBatchFloorError, WaitingForMemory, memory
 from elastic_mbs.memory import (
-    CudaMeter,
     CudaSensor,
+    DeviceMeter,
     Headroom,
     Holder,
     HostMeter,
@@ -63,7 +63,7 @@ def test_each_device_has_its_sensor() -> None:
     kinds = [(type(sensor), type(meter)) for sensor, meter in pairs]
     assert kinds == [
         (HostSensor, HostMeter),
-        (CudaSensor, CudaMeter),
+        (CudaSensor, DeviceMeter),
         (memory.NoSensor, memory.NoMeter),
     ]
     assert all(
@@ -196,7 +196,7 @@ def test_the_current_device_is_taken_where_none_is_named(
     cuda: FakeCuda, driver: FakeDriver
 ) -> None:
     assert read_cuda("cuda").capacity == 8 * GIB  # memory_reserved of the fake insists on an index
-    CudaMeter("cuda").reset_peak()
+    DeviceMeter("cuda").reset_peak()
     assert cuda.resets == [torch.device("cuda:3")]
 
 
@@ -208,7 +208,7 @@ def test_the_allocator_tells_our_use(cuda: FakeCuda) -> None:
         "reserved_bytes.all.peak": 45,
         "num_alloc_retries": 2,
     }
-    meter = CudaMeter("cuda:0")
+    meter = DeviceMeter("cuda:0")
     usage = there(meter.usage())
     assert usage == Usage(10, 20, 30, 45, 2)
     assert usage.fragmentation == 1.5
@@ -235,7 +235,7 @@ def test_statistics_that_cannot_be_true_are_no_statistics(
     cuda: FakeCuda, stats: dict[str, int]
 ) -> None:
     cuda.stats = stats
-    assert CudaMeter("cuda:0").usage() is None
+    assert DeviceMeter("cuda:0").usage() is None
 
 
 def test_a_meter_without_a_device_does_not_raise(
@@ -244,14 +244,14 @@ def test_a_meter_without_a_device_does_not_raise(
     for name in ("memory_stats", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, raiser(torch.AcceleratorError("lost")))
     monkeypatch.setattr(torch.cuda, "current_device", raiser(RuntimeError("no driver")))
-    meter = CudaMeter("cuda")
+    meter = DeviceMeter("cuda")
     meter.reset_peak()
     assert meter.usage() is None
     assert meter.resets == 1
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_at_the_floor_the_biggest_holders_and_the_doubt_are_named_where_they_are_known(
+def test_the_floor_error_names_holders_and_doubt_where_known(
     known: bool,
 ) -> None:
     model, events = mlp(), list[Event]()

@@ -14,7 +14,6 @@ from elastic_mbs.rollback.graph import (
     Census,
     drain,
     has_hook,
-    has_hook_after,
     inner_backwards,
     walk,
 )
@@ -137,7 +136,6 @@ def test_hooks_of_the_user_are_seen() -> None:
     hooked.register_hook(lambda grad: grad)
     observed.register_post_accumulate_grad_hook(lambda _: None)
     assert [has_hook(w) for w in (plain, hooked, observed)] == [False, True, True]
-    assert [has_hook_after(w) for w in (plain, hooked, observed)] == [False, False, True]
 
 
 def test_drain_changes_no_gradient_and_takes_no_memory() -> None:

@@ -1,4 +1,4 @@
-"""Every random stream is put back to where a failed attempt found it: torch's, Python's, numpy's and generators of the user's."""
+"""Random streams go back to where a failed attempt found them, whoever they belong to."""
 
 import random
 import sys
@@ -78,9 +78,7 @@ def test_a_stream_is_put_back(which: int) -> None:
         assert draw() == first
 
 
-def test_the_hosts_streams_are_read_for_each_piece_from_the_call_on_in_which_they_have_moved() -> (
-    None
-):
+def test_host_streams_are_read_for_each_piece_once_they_have_moved() -> None:
     python = random.Random(0)
     streams = RandomStreams([python], [])
     start = streams.read(hosts=True)
@@ -159,7 +157,7 @@ def test_a_step_that_begins_to_draw_is_replayed_with_the_same_numbers(
 
 
 @pytest.mark.no_oom_injection
-def test_the_first_batch_can_run_out_twice_where_the_step_draws_and_gradients_are_there() -> None:
+def test_a_first_batch_that_draws_can_run_out_twice() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 4)).double()
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""The simulated devices, for tests of what no card can be made to do."""
+"""The simulated devices, for tests of faults that no card can be made to have."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +22,10 @@ def simulation() -> Iterator[Simulation]:
 def apart(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., None]:
-    """Runs a job in a process of its own, on devices of its own: `apart(job, argument=…, SIMCUDA_TOTAL=…)`. What it raises is raised."""
+    """Return a function that runs a job in its own process, on its own devices.
+
+    It is called as `apart(job, argument=…, SIMCUDA_TOTAL=…)`, and raises the job's error.
+    """
 
     def run(job: Callable[..., object], **given: Any) -> None:
         for name in list(filter(str.isupper, given)):

@@ -1,4 +1,4 @@
-"""The benchmark's whole run on a CUDA device: the allocator fails, and each contender finds the device as the one before did."""
+"""The benchmark's whole run on a CUDA device, where each contender finds it as the first did."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_the_limit_is_the_allocators_can_be_moved_and_counts_its_own_errors_only
     del kept
 
 
-def test_on_a_device_there_is_the_whole_run_alone_and_a_simulated_one_has_nothing_to_draw(
+def test_a_device_has_the_whole_run_alone_and_no_drawing_if_simulated(
     simulation: Simulation, tmp_path: Path
 ) -> None:
     for arguments in ["idle"], ["run", "--png", str(tmp_path / "times.png")]:

@@ -1,4 +1,4 @@
-"""Errors of the runtime, the driver and the libraries, at every operation: recovered from exactly, or refused with a typed error."""
+"""Errors of runtime, driver and libraries at every operation: recovered from, or refused typed."""
 
 import copy
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Scaled(nn.Module):
 
 
 def stateful(*, normalised: bool) -> nn.Module:
-    """With a convolution, matrix products, dropout and, if `normalised`, running statistics."""
+    """Return a model with a convolution, products, dropout and, perhaps, running statistics."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(4) if normalised else nn.Identity()
     return nn.Sequential(
@@ -64,7 +64,7 @@ def on_device(model: nn.Module) -> tuple[nn.Module, Pair]:
 def as_by_hand(
     model: nn.Module, twin: nn.Module, batch: Pair, result: StepResult, stream: Tensor
 ) -> bool:
-    """Whether gradients, buffers and the device's random stream are those of `twin` after the committed pieces."""
+    """Return whether gradients, buffers and the device's stream are those of `twin` by hand."""
     mine = torch.cuda.get_rng_state()
     torch.cuda.set_rng_state(stream)
     for start, stop in result.partition:
@@ -91,7 +91,7 @@ def as_by_hand(
         pytest.param(control.CUDNN_ALLOC_FAILED, 0, True, id="cudnn"),
     ],
 )
-def test_an_error_below_the_allocator_is_recovered_from_exactly_wherever_it_strikes(
+def test_an_error_below_the_allocator_is_recovered_from_exactly(
     simulation: Simulation, error: int, late: int, normalised: bool, door: int, known: bool
 ) -> None:
     recovered = 0
@@ -125,7 +125,8 @@ def test_an_error_below_the_allocator_is_recovered_from_exactly_wherever_it_stri
 def test_an_error_that_bookkeeping_meets_late_is_not_swallowed_by_it(
     simulation: Simulation, late: int, replay: str
 ) -> None:
-    """The operation that has failed can be one of the backward before, so doing the bookkeeping again would hide a wrong gradient."""
+    # The operation that has failed can be one of the backward before, so doing the bookkeeping
+    # again would hide a wrong gradient.
     refused = 0
     for after in range(100):
         model, batch = on_device(Scaled())
@@ -196,7 +197,7 @@ def test_a_device_that_falls_off_the_bus_passes_through_and_is_not_replayed(
 
 
 def ruin(line: Callable[[object], None], late: int) -> None:
-    """An illegal access in backward, and a call on the ruined context after it."""
+    """Make an illegal access in backward, and a call on the ruined context after it."""
     model, batch = on_device(stateful(normalised=True))
     events: list[Event] = []
     calls: list[int] = []

@@ -29,7 +29,8 @@ def small(device: torch.device = DEVICE) -> tuple[nn.Module, Pair]:
 def test_a_size_with_which_the_allocator_thrashes_shrinks_after_two_calls(
     simulation: Simulation,
 ) -> None:
-    """No call fails, but each has to give back what it has cached: it needs a block that is a little larger than the last one."""
+    # No call fails, but each has to give back its cached blocks: it needs one that is a little
+    # larger than the last one.
     model, batch = small()
     events: list[Event] = []
     torch.cuda.empty_cache()
@@ -72,7 +73,7 @@ def test_an_oom_of_expandable_segments_is_recovered_from_exactly(
 
 
 def keep_pace(line: Callable[[object], None]) -> None:
-    """A device that takes a while for each operation: the host runs ahead of it, as in a loop written by hand."""
+    """Train on a slow device: the host runs ahead of it, as in a loop written by hand."""
     simulation = Simulation()
     model, (x, y) = small()
     partition = ((0, 4), (4, 8))
@@ -118,7 +119,7 @@ def keep_pace(line: Callable[[object], None]) -> None:
     assert seconds >= 15 * 2e-3  # of the device: the host was done with it in a fraction of that
 
 
-def test_a_settled_call_waits_for_a_slow_device_no_more_often_than_a_loop_by_hand(
+def test_a_settled_call_waits_no_more_often_than_a_loop_by_hand(
     apart: Callable[..., None],
 ) -> None:
     apart(keep_pace, SIMCUDA_LAG_US=2000)
@@ -153,8 +154,29 @@ def test_a_model_on_the_second_device_recovers_there_and_leaves_the_first_alone(
     apart(use_the_second, SIMCUDA_DEVICES=2)
 
 
+def use_both(line: Callable[[object], None]) -> None:
+    first, second = nn.Linear(6, 4).double().to("cuda:0"), nn.Linear(4, 1).double().to("cuda:1")
+
+    def loss_fn(piece: Tensor) -> tuple[Tensor, list[Tensor]]:
+        hidden = first(piece.to("cuda:0"))
+        last = second(hidden.to("cuda:1"))
+        return last.square().mean(), [hidden, last]
+
+    x = pairs()[0]
+    with elastic(nn.Sequential(first, second), micro_batch_size=4) as mbs:
+        outputs = mbs.backward(loss_fn, x).outputs
+    with torch.no_grad():
+        expected = first(x.to("cuda:0"))
+        assert torch.equal(outputs[0], expected.cpu())
+        assert torch.equal(outputs[1], second(expected.to("cuda:1")).cpu())
+
+
+def test_outputs_of_two_devices_come_to_the_host(apart: Callable[..., None]) -> None:
+    apart(use_both, SIMCUDA_DEVICES=2)
+
+
 def share(line: Any, seed: int) -> None:
-    """One of two that train on a device which has room for one and a half."""
+    """Train as one of two on a device that has room for one and a half."""
     torch.manual_seed(seed)
     host = torch.device("cpu")
     model, batch = Wide(16384).double(), batch_on(host, 128, seed)
@@ -211,7 +233,7 @@ def test_an_evaluation_survives_an_error_below_the_allocator_wherever_it_strikes
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
-def test_a_step_that_an_error_of_the_driver_strikes_is_made_whole_or_can_be_made_again(
+def test_a_step_struck_by_the_driver_is_whole_or_can_be_repeated(
     simulation: Simulation, kind: str, scaled: bool
 ) -> None:
     struck = 0

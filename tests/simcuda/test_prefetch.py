@@ -1,7 +1,7 @@
-"""A batch in pinned memory: the next piece is copied while this one computes, and every gradient is what it is without that.
+"""A batch in pinned memory: the next piece is copied while this one computes, exactly.
 
-The simulated CUDA lets such a copy arrive no earlier than the streams and events demand, so that
-who does not wait computes with something else.
+The simulated CUDA lets such a copy arrive no earlier than the streams and events demand, so that a
+stream that does not wait computes with something else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ def pinned(n: int = 8) -> Pair:
 
 
 def on_device() -> tuple[nn.Module, list[Tensor | None]]:
-    """A model, and the whole gradient of `pairs()`."""
+    """Return a model, and the whole gradient of `pairs()`."""
     model, batch = mlp(), pairs()
     return model.to(DEVICE), [
         None if grad is None else grad.to(DEVICE)
@@ -48,7 +48,11 @@ def on_device() -> tuple[nn.Module, list[Tensor | None]]:
 
 
 class Queued(TorchDispatchMode):
-    """What was put into which stream, in this order: "copy" and "product", with how often a stream had been told to wait for another one by then."""
+    """A log of the work put into each stream, in order.
+
+    An entry is "copy" or "product", the stream, and the number of waits of one stream for another
+    that had been queued by then.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -99,7 +103,7 @@ def see_the_order(line: Callable[[object], None]) -> None:
     assert off_by(model, wanted) <= 1e-12
 
 
-def test_the_next_piece_is_on_its_way_before_this_one_computes_and_streams_wait_and_the_host_does_not(
+def test_the_next_piece_is_copied_ahead_and_the_host_does_not_wait(
     apart: Callable[..., None],
 ) -> None:
     apart(see_the_order, SIMCUDA_LAG_US=2000)
@@ -195,7 +199,7 @@ def test_out_of_memory_at_any_operation_leaves_the_exact_gradient(
 
 
 class NoCopies(InjectOOM):
-    """There is room for everything but the memory of what is copied ahead."""
+    """A device with room for everything but the copies made ahead."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -215,7 +219,7 @@ class NoCopies(InjectOOM):
         (RuntimeError("CUDA error: out of memory"), 1),
     ],
 )
-def test_no_room_for_the_next_piece_is_no_failure_and_ends_prefetching_for_this_call(
+def test_no_room_for_the_next_piece_ends_prefetching_for_this_call(
     simulation: Simulation, error: Exception, ooms: int
 ) -> None:
     model, wanted = on_device()
@@ -263,7 +267,7 @@ class Sums(nn.Module):
 
 
 def run_ahead(line: Callable[[object], None]) -> None:
-    """On a device that is far behind the host, where memory that waits for an event would be missing."""
+    """Train on a device far behind the host, where memory that waits for an event would lack."""
     model, batch = Sums().to(DEVICE), torch.ones(8, MEBI // 8, dtype=torch.float64).pin_memory()
     at_oom: list[int] = []
 
@@ -302,7 +306,7 @@ def run_ahead(line: Callable[[object], None]) -> None:
     assert torch.cuda.memory_allocated() == held
 
 
-def test_at_most_one_more_piece_is_on_the_device_and_none_in_recovery_or_after_an_error(
+def test_at_most_one_more_piece_is_on_the_device(
     apart: Callable[..., None],
 ) -> None:
     apart(run_ahead, SIMCUDA_LAG_US=2000)

@@ -1,4 +1,4 @@
-"""What the driver can say of a device, and stop saying: training goes on, and grows only on what can be relied on."""
+"""Readings of a driver that falls silent: training goes on, and grows on sure figures only."""
 
 from collections.abc import Callable
 
@@ -111,7 +111,7 @@ def test_on_a_board_that_shares_the_hosts_memory_headroom_is_what_the_host_has(
     apart(board)
 
 
-def test_a_micro_batch_does_not_grow_into_what_a_hidden_neighbour_holds_and_grows_when_it_has_left(
+def test_a_size_grows_once_a_hidden_neighbour_has_left(
     simulation: Simulation,
 ) -> None:
     training = Training()

@@ -19,7 +19,7 @@ from elastic_mbs.cli.demo.tenant import Script, TenantMove, limited, write_scrip
 from elastic_mbs.cli.demo.text import Batch, Loader, read_documents
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone, Event, format_bytes
-from elastic_mbs.memory import CudaMeter, MemoryBudget
+from elastic_mbs.memory import DeviceMeter, MemoryBudget
 
 CPU_MODEL = GPTConfig(context=128, width=64, heads=4, layers=3)
 CUDA_MODEL = GPTConfig(context=255, width=128, heads=4, layers=4)
@@ -172,7 +172,7 @@ def measure(model: nn.Module, batch: Batch, device: torch.device) -> int:
     model = copy.deepcopy(model).to(device)
     batch = {key: tensor.to(device) for key, tensor in batch.items()}
     with MemoryBudget("1000TiB", [model]) as budget:
-        meter = CudaMeter(device) if device.type == "cuda" else budget
+        meter = DeviceMeter(device) if device.type == "cuda" else budget
         for _ in range(2):  # the second time there are gradients to add to
             torch.cuda.empty_cache()
             meter.reset_peak()

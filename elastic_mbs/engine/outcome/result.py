@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from elastic_mbs.batch.containers import Path, Role, kind_of, map_tensors
 from elastic_mbs.batch.join import Order, join
+from elastic_mbs.device import accelerator_of
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
@@ -192,7 +193,8 @@ class StoredOutput:
     def __init__(self, value: Any, place: OutputPlace) -> None:
         self.on_host = place == "cpu"
         self.nbytes = 0  # of their dense tensors
-        self._event: torch.cuda.Event | None = None
+        # of the last copy from each device that the host did not wait for
+        self._events: dict[torch.device, torch.Event] = {}
         # by their address, with their versions: those that stay in memory of the function's
         self.kept: dict[int, tuple[Tensor, int]] = {}
         self._value = map_outputs(value, self._to_host if place == "cpu" else self._where_it_is)
@@ -216,13 +218,11 @@ class StoredOutput:
     def _to_host(self, tensor: Tensor) -> Tensor:
         own = tensor.grad_fn is not None
         tensor = self._detached(tensor)
-        if tensor.is_cuda:  # cuda-only
-            if self._event is None:
-                self._event = torch.cuda.Event()
-            pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            pinned.copy_(tensor, non_blocking=True)
-            self._event.record(torch.cuda.current_stream(tensor.device))
-            return pinned
+        accelerator = accelerator_of(tensor.device)
+        if accelerator is not None and accelerator.copies_ahead:  # cuda-only
+            copy = accelerator.to_host(tensor)
+            self._events[tensor.device] = accelerator.mark(self._events.get(tensor.device))
+            return copy
         virtual = (budget := MemoryBudget.current()) is not None and budget.covers(tensor.device)
         with on_host(virtual):
             # what the step did not compute (a buffer, say) can change later
@@ -230,8 +230,8 @@ class StoredOutput:
 
     def get(self) -> Any:
         """The outputs, once the copy is done."""
-        if self._event is not None:  # cuda-only
-            self._event.synchronize()
+        for event in self._events.values():  # cuda-only
+            event.synchronize()
         return self._value
 
 

@@ -1,4 +1,7 @@
-"""How long a call took, known once its device is done and never waited for; and the events that report it."""
+"""The time that a call took, and the events that report it.
+
+The time is known once the device is done, and nothing waits for it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic_mbs.device import Accelerator, accelerator_of
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.events import CallDone, CallFailed, EventLog
 from elastic_mbs.memory import Headroom, Monitor, UsageMeter
@@ -20,28 +24,36 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Times one call: by the host's clock, or by events in the queue of work of the `device` that is given, which is asynchronous."""
+    """The clock of one call.
+
+    Without an `accelerator` it is the host's. An accelerator runs behind the host: there the time
+    is taken by events in its queue of work, and stays unknown where it has none.
+    """
 
     # Defaults, so that making one is cheap.
     # seconds of failed attempts, always the host's: an allocator refuses there, while the device
     # still runs earlier work
     lost = 0.0
     _seconds: float | None = None  # where the host knows them
-    _start: torch.cuda.Event | None = None
-    _end: torch.cuda.Event | None = None
+    _start: torch.Event | None = None
+    _end: torch.Event | None = None
 
-    def __init__(self, device: torch.device | None) -> None:
-        self.device = device  # the model's, which need not be the thread's current one
-        if device is not None:
-            self._start = _stamp(device)
+    def __init__(self, accelerator: Accelerator | None) -> None:
+        # the model's, which need not be the thread's current one
+        self.accelerator = accelerator
+        if accelerator is not None:
+            self._start = accelerator.stamp()
         self._began = self._attempted = monotonic()
 
     def attempt(self) -> None:
-        """An attempt at a piece begins."""
+        """Note that an attempt at a piece begins."""
         self._attempted = monotonic()
 
     def failed(self, *, whole_call: bool) -> float:
-        """An attempt has failed and is undone, or everything since the call began; returns the seconds that this has cost."""
+        """Return the seconds that a failure has cost.
+
+        It cost the attempt, or everything since the call began (`whole_call`).
+        """
         now = monotonic()
         seconds = now - self._began - self.lost if whole_call else now - self._attempted
         self._attempted = now
@@ -49,54 +61,51 @@ class Stopwatch:
         return seconds
 
     def elapsed(self) -> float:
-        """Seconds since the call began, by the host's clock."""
+        """Return the seconds since the call began, by the host's clock."""
         return monotonic() - self._began
 
     def stop(self) -> float | None:
-        """The call has ended on the host; returns its seconds where the host knows them."""
-        if self.device is None:
+        """Note the call's end on the host; return its seconds where the host knows them."""
+        if self.accelerator is None:
             self._seconds = monotonic() - self._began
         elif self._start is not None:
-            self._end = _stamp(self.device)
+            self._end = self.accelerator.stamp()
         return self._seconds
 
     def done(self, *, wait: bool = False) -> bool:
-        """Whether the device has ended the call, too."""
+        """Return whether the device has ended the call, too."""
         if self._end is None:
             return True
-        try:  # cuda-only
+        try:
             if wait:
                 self._end.synchronize()
             return bool(self._end.query())
-        except RuntimeError:  # cuda-only
+        except RuntimeError:
             return True  # a lost device: the next step says more
 
     def seconds(self) -> float | None:
-        """Seconds of a call that is done; None where the device was lost."""
+        """Return the seconds of a call that is done; None where the device does not tell."""
         if self._start is None or self._end is None:
             return self._seconds
-        try:  # cuda-only
+        try:
             return float(self._start.elapsed_time(self._end)) / 1000
-        except RuntimeError:  # cuda-only
+        except RuntimeError:
             return None
 
 
-# calls that have ended on the host, each with what its seconds are wanted for
+# calls that have ended on the host, each with the thing that waits for its seconds
 Timed = deque[tuple[Stopwatch, T]]
 
 
 def known(timed: Timed[T], *, wait: bool = False) -> Iterator[tuple[T, float | None]]:
-    """Takes out the calls whose seconds are known by now, in order; with `wait`, all of them."""
+    """Take out the calls whose seconds are known by now, in order; with `wait`, all of them."""
     while timed and timed[0][0].done(wait=wait):
         watch, payload = timed.popleft()
         yield payload, watch.seconds()
 
 
 class Telemetry:
-    """Emits a `CallDone` for each call of one runtime.
-
-    A runtime has one only where something listens.
-    """
+    """The source of a runtime's `CallDone` events; there is one only where something listens."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -104,11 +113,11 @@ class Telemetry:
         self._pid = os.getpid()
 
     def done(self, event: CallDone, watch: Stopwatch, result: StepResult | None) -> None:
-        """A call has finished, with a `result` if it trained.
+        """Note that a call has finished, with a `result` if it trained.
 
-        Fills in times and losses, and emits what is known by now.
+        The events whose times and losses are known by now are emitted.
         """
-        loss = None if result is None else _fetch(result, watch.device)
+        loss = None if result is None else _fetch(result, watch.accelerator)
         watch = copy.copy(watch)
         watch.stop()  # again: its callbacks have run since, and the loss is being copied
         self._timed.append(
@@ -117,9 +126,9 @@ class Telemetry:
         self._emit(wait=False)
 
     def ended(self, event: CallFailed, watch: Stopwatch, error: BaseException) -> None:
-        """A call has ended by `error`.
+        """Emit that a call has ended by `error`.
 
-        A sink that fails now is noted on it: it must not take its place.
+        A sink that fails now becomes a note on that error: it must not take its place.
         """
         try:
             self._log.emit(replace(event, seconds=watch.elapsed(), seconds_lost=watch.lost))
@@ -130,9 +139,9 @@ class Telemetry:
             )
 
     def rest(self) -> None:
-        """Emits what is still open, waiting for the device: for the end of a runtime.
+        """Emit the events that are still open, waiting for the device: a runtime ends.
 
-        Does nothing in a forked child, which has no device to ask.
+        In a forked child, which has no device to ask, do nothing.
         """
         if self._pid == os.getpid():
             self._emit(wait=True)
@@ -148,33 +157,27 @@ class Telemetry:
             )
 
 
-def _stamp(device: torch.device) -> torch.cuda.Event | None:
-    """A time stamp in the device's own queue of work; None where the device is lost."""
-    try:  # cuda-only
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-    except RuntimeError:  # cuda-only
-        return None  # a lost device: the step itself says more
-
-
-def _fetch(result: StepResult, device: torch.device | None) -> float | torch.Tensor | None:
-    """The loss, where reading it at the end of the call on `device` waits for nothing; None where it cannot be had so."""
+def _fetch(result: StepResult, accelerator: Accelerator | None) -> float | torch.Tensor | None:
+    """Return the loss, where reading it at the end of the call waits for nothing; else None."""
     try:
-        if device is None or not (loss := result.loss).is_cuda:
+        if accelerator is None or (home := accelerator_of(result.loss.device)) is None:
             return result.loss_on_host()
-        found = torch.empty_like(loss, device="cpu", pin_memory=True).copy_(
-            loss, non_blocking=True
-        )  # cuda-only
-        if loss.device != device and (copied := _stamp(loss.device)) is not None:  # cuda-only
-            torch.cuda.current_stream(device).wait_event(copied)
-        return found  # cuda-only
+        if not home.copies_ahead:
+            return None
+        found = home.to_host(result.loss)
+        if home.device != accelerator.device:
+            # the call is done by the clock of another device, which has to come after the copy
+            accelerator.current_stream().wait_event(home.mark())
+        return found
     except (RuntimeError, MemoryError):  # there is no room for one number: it stays unknown
         return None
 
 
 def memory_figures(meter: UsageMeter, monitor: Monitor) -> dict[str, Any]:
-    """The fields of `CallDone` about memory: our own use by the meter, the rest by the monitor's latest reading. Asks the device nothing."""
+    """Return the fields of `CallDone` about memory, asking the device nothing.
+
+    Our own use is the meter's, the rest the monitor's latest reading.
+    """
     usage, reading = meter.usage(), monitor.cached()
     seen = reading if isinstance(reading, Headroom) else None
     figures = {

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.controller.plan import Capacity
+from elastic_mbs.device import accelerator_of
 from elastic_mbs.engine.outcome.timing import Telemetry
 from elastic_mbs.engine.shared.running import check_capture
 from elastic_mbs.engine.shared.trained_model import TrainedModel
@@ -58,6 +59,7 @@ class Resources:
         self.settings = settings
         self.model = model
         self.log = log
+        self.enabled = enabled
         self.telemetry = Telemetry(log) if enabled and log.listened else None
         self.ledger = Ledger()
         self.ledger.set_leaves(model.leaves)
@@ -82,13 +84,17 @@ class Resources:
         self.devices = self.model.devices()
         kind = self.devices[0].type  # asked once: it takes microseconds each time
         self.on_cpu = kind == "cpu"
-        self.asynchronous = self.devices[0] if kind == "cuda" else None
+        self.asynchronous = accelerator_of(self.devices[0])
         if self.guard is not None:
             refuse_devices(self.devices)
         found, meter = sensor_for(self.devices[0])
         if isinstance(found, MemoryBudget):
             found.track(*self.model.roots)
-        self.streams = RandomStreams(settings.recovery.generators, self.devices)
+        if self.enabled:
+            oom.refuse_unrecognised(self.devices, settings.recovery.is_oom)
+        self.streams = RandomStreams(
+            settings.recovery.generators, self.devices if self.enabled else ()
+        )
         self.monitor = Monitor(
             memory.sensor or found,
             interval=memory.monitor_interval,
@@ -103,7 +109,7 @@ class Resources:
         """Prepare for a call: follow the model, start the monitor, open the log."""
         self.follow_model()
         if self.asynchronous is not None:
-            check_capture()
+            check_capture(self.asynchronous)
         self.monitor.start()
         if self.telemetry is not None:
             self.log.begin()

@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from elastic_mbs.device import Accelerator
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 _thread = threading.local()
@@ -117,9 +118,9 @@ def check_function(fn: object, usage: str) -> None:
         )
 
 
-def check_capture() -> None:
-    """Refuse to run while a CUDA graph is being captured."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():  # cuda-only
+def check_capture(accelerator: Accelerator) -> None:
+    """Refuse to run while a graph of the device is being captured."""
+    if accelerator.is_capturing():  # cuda-only
         raise UnsupportedError(
             "a CUDA graph is being captured: an out-of-memory error could not be recovered from "
             "inside it. Run the step outside the capture"

@@ -1,17 +1,17 @@
-"""Torch's own CUDA caching allocator without a card: a simulated runtime, driver and NVML under a CUDA build of torch.
+"""A simulated CUDA runtime, driver and NVML under a CUDA build of torch, without a card.
 
-What is real: torch's `CUDACachingAllocator` (its errors, cache, retries, fragmentation, memory
+Real are torch's `CUDACachingAllocator` (its errors, cache, retries, fragmentation, memory
 fraction, statistics, expandable segments), torch's streams and events, co-tenants, which are
 processes of their own, and every number: an operation runs the CPU's kernel on the memory of the
 CUDA tensors.
 
-What is simulated: device memory is host memory. Who holds how much of which device stands in a file
-that all processes share (`SIMCUDA_FILE`), and the driver and NVML answer from it. An operation is
-done at once; what the device would take for it (`SIMCUDA_LAG_US`) moves only the time at which
-streams and events are ready. Copies to and from pinned memory arrive when the order of streams and
+Simulated is device memory, which is host memory. A file that all processes share (`SIMCUDA_FILE`)
+has each one's share of each device, and the driver and NVML answer from it. An operation is done at
+once; the device's time for it (`SIMCUDA_LAG_US`) moves only the moment at which streams and events
+are ready. Copies to and from pinned memory arrive when the order of streams and
 events demands it, and not before.
 
-What is not there: speed, the device's own kernels (an operation that has none for the CPU is an
+Missing are speed, the device's own kernels (an operation that has none for the CPU is an
 error, which names the kernel; `SIMCUDA_LENIENT=1` lets it pass without computing anything), cuDNN
 and the fused attentions, CUDA graphs, memory shared between processes, NCCL.
 
@@ -25,8 +25,7 @@ them; `control.Simulation` makes faults happen in such a process.
     SIMCUDA_CONTEXT   bytes that a process's context takes                            256 MiB
     SIMCUDA_CUBLAS    bytes of cuBLAS's workspace in each stream                      32 MiB
     SIMCUDA_LAG_US    microseconds of device time of each operation                   0
-    SIMCUDA_FILE      what processes that share a device share                        one for each
-    run
+    SIMCUDA_FILE      the file of processes that share a device                       one a run
 
 The first four are asked when the first process comes, and stand until the last one has ended.
 """

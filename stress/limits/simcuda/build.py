@@ -1,4 +1,7 @@
-"""Builds the simulated CUDA with the system's compiler, once for each version of its sources and of torch, and says how to run under it."""
+"""Building the simulated CUDA with the system's compiler, and running under it.
+
+It is built once for each version of its sources and of torch.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ WAY_OUT = "`make simcuda` makes an environment with one"
 
 
 def inside() -> bool:
-    """Whether this process runs under the simulation."""
+    """Return whether this process runs under the simulation."""
     return Path(os.environ.get("LD_PRELOAD", "")).name == RUNTIME
 
 
 def environment() -> dict[str, str]:
-    """Variables under which a process sees the simulated devices.
+    """Return the variables under which a process sees the simulated devices.
 
-    Builds what is missing, which takes a minute.
+    Missing libraries are built, which takes a minute.
     """
     folder = built()
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))
@@ -49,23 +52,32 @@ def environment() -> dict[str, str]:
 
 
 def trouble() -> str | None:
-    """Why the simulation cannot be had in this environment; None if it can."""
+    """Return why the simulation cannot be had in this environment; None if it can."""
     if inside():
         return None
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return f"the simulated CUDA needs Linux with glibc, and this is {sys.platform}"
     version = _cuda_of_torch()
     if version is None or version.split(".")[0] != str(ABI):
-        return f"the simulated CUDA needs torch with CUDA {ABI}, and this one has {version or 'none'}: {WAY_OUT}"
+        return (
+            f"the simulated CUDA needs torch with CUDA {ABI}, and this one has "
+            f"{version or 'none'}: {WAY_OUT}"
+        )
     if not all((folder / "cuda_runtime_api.h").exists() for folder in _headers()):
-        return f"the simulated CUDA needs the headers that torch's CUDA wheels bring, and they are not in {_headers()[0]}: {WAY_OUT}"
+        return (
+            "the simulated CUDA needs the headers that torch's CUDA wheels bring, and they are not "
+            f"in {_headers()[0]}: {WAY_OUT}"
+        )
     if shutil.which(_compiler()[0]) is None:
-        return f"the simulated CUDA needs a C++ compiler, and there is no {_compiler()[0]!r}: install one (apt install g++), or name yours in CXX"
+        return (
+            f"the simulated CUDA needs a C++ compiler, and there is no {_compiler()[0]!r}: install "
+            "one (apt install g++), or name yours in CXX"
+        )
     return None
 
 
 def trouble_here() -> str | None:
-    """Why this process sees no simulated device; None if it does."""
+    """Return why this process sees no simulated device; None if it does."""
     return (
         None
         if inside()
@@ -76,9 +88,10 @@ def trouble_here() -> str | None:
 
 
 def start_again() -> NoReturn:
-    """Starts this very command once more, under the simulation and in the same process.
+    """Start this very command once more, under the simulation and in the same process.
 
-    UsageError where that cannot be had.
+    Raises:
+        UsageError: the simulation cannot be had.
     """
     variables = {"SIMCUDA_FILE": str(_own_device()), **os.environ, **environment()}
     print("under the simulated CUDA: torch's allocator and real numbers, no device", flush=True)
@@ -87,9 +100,9 @@ def start_again() -> NoReturn:
 
 
 def _own_device() -> Path:
-    """A file of this process's own, so that two runs beside each other do not share a device.
+    """Return a file of this process's own: two runs beside each other do not share a device.
 
-    Removes those of runs that have ended.
+    The files of runs that have ended are removed.
     """
     folder, name = Path("/dev/shm"), f"simcuda-{os.getuid()}-"
     for old in folder.glob(f"{name}*"):
@@ -100,16 +113,18 @@ def _own_device() -> Path:
 
 @functools.cache
 def built() -> Path:
-    """The folder with the libraries.
+    """Return the folder with the libraries, built where they are not there yet.
 
-    Builds them where they are not there yet; UsageError where that cannot be done.
+    Raises:
+        UsageError: they cannot be built.
     """
     if inside():
         return Path(os.environ["LD_PRELOAD"]).parent
     problem = trouble()
     if problem is not None:
         raise UsageError(problem)
-    sources = sorted(HERE.glob("*/*.*"))
+    # named, because a wildcard would also find Python's own cache, which changes by itself
+    sources = sorted((*HERE.glob("runtime/*"), *HERE.glob("torch_ops/*")))
     key = hashlib.sha256(
         b"\0".join(
             [
@@ -199,7 +214,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def _headers() -> Sequence[Path]:
-    """CUDA's headers, of which its own wheel lacks some that Triton's has."""
+    """Return the folders of CUDA's headers; its own wheel lacks some that Triton's has."""
     packages = _torch().parent
     return packages / f"nvidia/cu{ABI}/include", packages / "triton/backends/nvidia/include"
 

@@ -1,4 +1,4 @@
-"""Makes faults happen on the simulated devices, and counts what the runtime was asked for.
+"""Faults on the simulated devices, and counts of the calls that the runtime received.
 
 Works in a process under the simulation only.
 """
@@ -23,7 +23,7 @@ NVML_GPU_IS_LOST, NVML_UNKNOWN = 15, 999
 class Simulation:
     """The simulated devices, as seen from this process.
 
-    A context manager: what was set is taken back at its end.
+    A context manager: every setting is taken back at its end.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Simulation:
         self.fail_operation(0)
 
     def set(self, fact: Fact, value: int) -> None:
-        """Sets a fact of all devices, for all processes: runtime/simcuda.h has what each means."""
+        """Set a fact of all devices, for all processes: runtime/simcuda.h explains each."""
         self._changed.setdefault(fact, self._library.simcuda_get(fact.encode()))
         self._set(fact, value)
 
@@ -57,33 +57,36 @@ class Simulation:
             raise ValueError(f"the simulated devices know nothing of {fact!r}")
 
     def foreign(self, size: int, device: int = 0) -> None:
-        """Lets somebody whom NVML does not list, another user's process, hold so many bytes."""
+        """Let another user's process, which NVML does not list, hold so many bytes."""
         self._library.simcuda_set_foreign(device, ctypes.c_size_t(size))
 
     def refuse_memory(self, times: int) -> None:
-        """Makes the next allocations of this process fail, however much is free."""
+        """Make the next allocations of this process fail, however much is free."""
         self._library.simcuda_refuse_memory(ctypes.c_size_t(times))
 
     def fail_operation(self, error: int, *, after: int = 0, late: int = 0) -> None:
-        """Makes the operation after the next `after` ones fail, in this process.
+        """Make the operation after the next `after` ones fail, in this process.
 
         Args:
             error: of CUDA, or of a library; 0 for none after all.
-            after: operations that succeed before it; of those that the library would carry out, if
-                it is one's error.
+            after: operations that succeed before it. For a library's error, operations that the
+                library would carry out.
             late: operations after the failed one that still seem to work, unless the host waits for
                 the device.
         """
         self._library.simcuda_fail_operation(error, ctypes.c_long(after), ctypes.c_long(late))
 
     def free(self, device: int = 0) -> int:
-        """Bytes of a device that nobody holds."""
+        """Return the bytes of a device that nobody holds."""
         return int(self._library.simcuda_free(device))
 
     def waits(self) -> int:
-        """Times that this process has waited for a device so far."""
+        """Return how often this process has waited for a device so far."""
         return int(self._library.simcuda_waits())
 
     def calls(self, function: str) -> int:
-        """Calls of one function of the runtime, the driver or NVML by this process so far, as `cudaMalloc`."""
+        """Return this process's calls of one function so far, as `cudaMalloc`.
+
+        The function is the runtime's, the driver's or NVML's.
+        """
         return int(self._library.simcuda_calls(function.encode()))
