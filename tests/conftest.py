@@ -1,6 +1,7 @@
 import gc
 import importlib
 import os
+import random
 import warnings
 
 import pytest
@@ -12,16 +13,17 @@ from stress.limits import simcuda
 # pytester tests the other one, which injects out-of-memory errors (`make test-injected`)
 pytest_plugins = ["pytester", "elastic_mbs.testing"]
 
+SEED_OPTION = "--hypothesis-seed"
+
 # Sums in one thread come out the same on every machine, and test runs beside each other do not
 # fight for cores.
 torch.set_num_threads(1)
 
-# The first call of an operator, or a neighbour on the machine, takes longer than any deadline that
-# would still mean something.
-settings.register_profile("default", deadline=None)
-# A change is judged by the same examples every time; new ones are looked for at the desk.
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
+# No deadline: the first call of an operator, or a neighbour on the machine, takes longer than any
+# that would still mean something. Derandomized by hypothesis itself where it sees CI: not here,
+# because every run is to look for new examples. What reproduces a failure is printed with it.
+settings.register_profile("elastic_mbs", deadline=None, derandomize=False, print_blob=True)
+settings.load_profile("elastic_mbs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +33,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="under the simulated CUDA (stress/limits/simcuda): with `-m gpu`, the tests of a GPU "
         "without one",
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in the same hook
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw a seed for the examples of a run in CI, unless `--hypothesis-seed` gives one."""
+    if os.environ.get("CI") and config.getoption(SEED_OPTION) is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Print the seed before any test, also under `--quiet`: a run that hangs has shown it then."""
+    seed = session.config.getoption(SEED_OPTION)
+    terminal = session.config.pluginmanager.getplugin("terminalreporter")
+    if seed is not None and terminal is not None:
+        terminal.write_line(f"{SEED_OPTION}={seed}")
 
 
 def pytest_cmdline_main(config: pytest.Config) -> None:

@@ -75,9 +75,9 @@ class Controller:
         track.memory = memory
         # the whole batch is never cut to be aligned
         start = size if size < samples else samples + self._limits.align - 1
-        self._resize(
-            track, self._limits.clamp(start if self._start is None else min(start, self._start))
-        )
+        if self._start is not None:
+            start = min(start, self._start)
+        self._resize(track, self._limits.clamp(start))
 
     def begin(self, key: Key, samples: int, elements: int) -> Plan:
         """Opens a call on a batch of so many samples, of so many elements each.
@@ -213,8 +213,10 @@ class Controller:
     def _restored(self, row: dict[str, object]) -> tuple[Key, Track]:
         key = Key(checked(row["name"], str), checked(row["mode"], str), checked(row["shape"], int))
         track = Track.restored(row, self._clock())
-        if self._start is not None and not self._policy.grow:
-            track.size = min(track.size, self._start)
+        if not self._policy.grow:
+            track.trial = None  # its failure would bring a larger size back
+            if self._start is not None:
+                track.size = min(track.size, self._start)
         track.size = self._limits.clamp(track.size)
         return key, track
 
@@ -321,13 +323,13 @@ class Controller:
         trial, first = call.failed_trial, call.failed
         assert first is not None
         self._lost(track, lost, call.began, trial, first.elements)
-        if call.ooms > 1:  # memory has changed
+        if call.ooms > 1 or not self._policy.grow:  # memory has changed, or no size may rise
             return None
         if trial is not None and trial.calls:
             return self._move(track, trial.before, "limit") if trial.before > track.size else None
         if not first.is_spike or track.size >= call.before:
             return None
-        track.ceilings.remove(first)
+        track.drop_ceiling(first)
         track.trial = Trial(
             track.size,
             self._limits.longest(call.samples, track.size) * call.elements,

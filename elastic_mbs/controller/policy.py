@@ -46,7 +46,9 @@ class Policy:
         max_micro_batch_size: none is larger.
         align: sizes are multiples of it (the last piece takes the rest), and of the groups of a
             model with `recipes.GhostBatchNorm2d`.
-        grow: whether the size can rise after it has settled.
+        grow: whether a size may rise. False: failures lower it, and nothing raises it again, not
+            even a failure that memory does not explain. Only the user does, by
+            `ElasticMBS.plan` or `load_state_dict`.
         seed: seed of the jitter; None draws one from the clock, so that two processes differ.
         patience: clean calls at one size before it can grow; one is enough for a size that has run
             clean with as much memory before.

@@ -124,6 +124,10 @@ class Track:
     def add_ceiling(self, ceiling: Ceiling) -> None:
         self.ceilings = sorted([*self.ceilings, ceiling], key=lambda c: c.elements)[:MAX_CEILINGS]
 
+    def drop_ceiling(self, ceiling: Ceiling) -> None:
+        """Drops this one, if it is still there."""
+        self.ceilings = [each for each in self.ceilings if each is not ceiling]
+
     def explain_ceilings(self, capacity: Capacity, changed: float) -> None:
         """Takes a reading for the failures after which there was none in time."""
         for ceiling in self.ceilings:

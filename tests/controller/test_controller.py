@@ -38,6 +38,28 @@ def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
     settling.failing(64)
     assert settling.size() == 32
     assert settling.until_move() == (40, None)
+    settling.failing(32)
+    assert settling.size() == 16, "nor is it tried again where memory does not explain the failure"
+    assert settling.until_move() == (40, None)
+
+
+def test_without_grow_a_loaded_trial_does_not_bring_the_size_before_it_back() -> None:
+    growing, fixed = Driver(12), Driver(grow=False)
+    growing.until_move()
+    fixed.controller.load_state_dict(growing.controller.state_dict())
+    assert fixed.size() == 22
+    assert fixed.failing(22) == ([11], None)
+    assert growing.failing(22) == ([11], Move(11, 12, "limit"))
+
+
+def test_a_function_can_come_to_need_less_in_a_call_that_memory_does_not_explain() -> None:
+    driver = Driver(7, min_micro_batch_size=4)
+    for _ in range(3):
+        driver.clean(7)
+    plan = driver.controller.begin(KEY, 7, 1)
+    assert driver.controller.out_of_memory(KEY, 7, driver.reading()) is None
+    driver.controller.needs_less(KEY)
+    assert driver.finish(plan, 7, 1, KEY, size=4, ooms=1) == Move(4, 7, "grow")
 
 
 @settings(deadline=None, max_examples=200)
