@@ -12,7 +12,7 @@ from elastic_mbs.batch.counts import count_tokens
 from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.batch.splitters import fields, items, whole
 from elastic_mbs.controller.controller import Policy
-from elastic_mbs.controller.model import SizeModel
+from elastic_mbs.controller.size_model import SizeModel
 from elastic_mbs.decorator import elastic_step
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.result import Stats, StepResult

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from elastic_mbs.batch.lengths import ByLength, Length, Trim
 from elastic_mbs.batch.reader import BatchReader, Count
 from elastic_mbs.batch.splitters import Dims
-from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.controller.policy import Policy
+from elastic_mbs.controller.size_model import SizeModel
 from elastic_mbs.embeddings import EmbeddingCall, OverEmbeddings
 from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.context import Context

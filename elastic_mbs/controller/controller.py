@@ -28,10 +28,10 @@ from random import Random
 
 from elastic_mbs.controller.fit import checked
 from elastic_mbs.controller.growth import Margin, is_due, next_size, size_after_failure
-from elastic_mbs.controller.model import SizeModel
+from elastic_mbs.controller.messages import CallOutcome, Capacity, Decision, Key, Move, shape_class
 from elastic_mbs.controller.peak import PeakModel
-from elastic_mbs.controller.plan import CallOutcome, Capacity, Key, Move, Plan, shape_class
 from elastic_mbs.controller.policy import Limits, Policy
+from elastic_mbs.controller.size_model import SizeModel
 from elastic_mbs.controller.track import WHOLE, Ceiling, RunningCall, Track, Trial
 from elastic_mbs.errors import UsageError
 
@@ -39,10 +39,10 @@ __all__ = [
     "CallOutcome",
     "Capacity",
     "Controller",
+    "Decision",
     "Key",
     "Limits",
     "Move",
-    "Plan",
     "Policy",
     "shape_class",
 ]
@@ -79,7 +79,7 @@ class Controller:
             start = min(start, self._start)
         self._resize(track, self._limits.clamp(start))
 
-    def begin(self, key: Key, samples: int, elements: int) -> Plan:
+    def begin(self, key: Key, samples: int, elements: int) -> Decision:
         """Opens a call on a batch of so many samples, of so many elements each.
 
         A call still open on this track counts as abandoned.
@@ -108,7 +108,7 @@ class Controller:
         track.call = RunningCall(
             size, track.size, track.epoch, samples, elements, learning, self._clock(), length
         )
-        return Plan(size, learning, track.wants_reading)
+        return Decision(size, learning, track.wants_reading)
 
     def holds(self, key: Key, held: int | None) -> None:
         """Takes the bytes in use outside the call's own needs (None: not known), as a call whose peaks are wanted begins."""

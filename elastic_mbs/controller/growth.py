@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from elastic_mbs.controller.partition import smallest_size
-from elastic_mbs.controller.plan import Capacity
+from elastic_mbs.batch.pieces import smallest_size
+from elastic_mbs.controller.messages import Capacity
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.controller.track import RunningCall, Track
 

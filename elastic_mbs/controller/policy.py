@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_mbs.controller.partition import aligned, longest, piece_count
+from elastic_mbs.batch.pieces import aligned, longest, piece_count
 from elastic_mbs.errors import UsageError
 
 

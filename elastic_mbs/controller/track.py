@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_mbs.controller.fit import MemoryFit, TimeFit, checked
+from elastic_mbs.controller.messages import Capacity
 from elastic_mbs.controller.peak import PeakModel
-from elastic_mbs.controller.plan import Capacity
 from elastic_mbs.controller.policy import Policy
 
 # calls whose batches decide how large a batch and how long a sample must be expected

@@ -18,7 +18,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import is_plain, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.plan import Key, shape_class
+from elastic_mbs.controller.messages import Key, shape_class
 from elastic_mbs.engine import misuse
 from elastic_mbs.engine.backward import commit, measure_noise, run_backward
 from elastic_mbs.engine.context import Context

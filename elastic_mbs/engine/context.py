@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.controller.controller import Controller
-from elastic_mbs.controller.plan import CallOutcome, Capacity, Key
+from elastic_mbs.controller.messages import CallOutcome, Capacity, Key
 from elastic_mbs.engine.misuse import check_capture
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import LossProfile

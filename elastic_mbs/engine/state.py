@@ -28,7 +28,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.batch.transfer import Loader
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.plan import CallOutcome, Key
+from elastic_mbs.controller.messages import CallOutcome, Key
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.model import Modes
 from elastic_mbs.engine.profile import graphs_made

@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from elastic_mbs.batch.loss_terms import read_losses
+from elastic_mbs.batch.pieces import longest
 from elastic_mbs.batch.view import BatchView, map_tensors
-from elastic_mbs.controller.partition import longest
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify

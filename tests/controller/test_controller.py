@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.controller import Key, Move, Plan, Policy, shape_class
+from elastic_mbs.controller.controller import Decision, Key, Move, Policy, shape_class
 from elastic_mbs.errors import UsageError
 from tests.helpers.controller_driver import KEY, Driver
 
 
 def test_auto_starts_with_the_whole_batch_however_large_the_next_one_is() -> None:
     driver = Driver()
-    assert driver.controller.begin(KEY, 40, 1) == Plan(size=40, learning=True)
+    assert driver.controller.begin(KEY, 40, 1) == Decision(size=40, learning=True)
     driver.controller.abandon(KEY)
     assert driver.clean(40) is None
     assert driver.controller.begin(KEY, 400, 1).size == 400
@@ -26,7 +26,7 @@ def test_auto_starts_with_the_whole_batch_however_large_the_next_one_is() -> Non
 
 
 def test_an_int_starts_there() -> None:
-    assert Driver(9, align=2).controller.begin(KEY, 64, 1) == Plan(size=8, learning=True)
+    assert Driver(9, align=2).controller.begin(KEY, 64, 1) == Decision(size=8, learning=True)
 
 
 def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
@@ -56,10 +56,10 @@ def test_a_function_can_come_to_need_less_in_a_call_that_memory_does_not_explain
     driver = Driver(7, min_micro_batch_size=4)
     for _ in range(3):
         driver.clean(7)
-    plan = driver.controller.begin(KEY, 7, 1)
+    decision = driver.controller.begin(KEY, 7, 1)
     assert driver.controller.out_of_memory(KEY, 7, driver.reading()) is None
     driver.controller.needs_less(KEY)
-    assert driver.finish(plan, 7, 1, KEY, size=4, ooms=1) == Move(4, 7, "grow")
+    assert driver.finish(decision, 7, 1, KEY, size=4, ooms=1) == Move(4, 7, "grow")
 
 
 @settings(deadline=None, max_examples=200)
@@ -121,9 +121,9 @@ def test_peaks_are_wanted_only_while_a_size_is_learned() -> None:
     driver = Driver(64)
     wanted = []
     for _ in range(8):
-        plan = driver.controller.begin(KEY, 64, 1)
-        wanted.append(plan.learning)
-        driver.finish(plan, 64, 1, KEY, size=64)
+        decision = driver.controller.begin(KEY, 64, 1)
+        wanted.append(decision.learning)
+        driver.finish(decision, 64, 1, KEY, size=64)
     assert wanted == [True] * 4 + [False] * 4
     assert (
         driver.controller.begin(KEY, 64, 2).learning is False
@@ -145,7 +145,7 @@ def test_a_new_shape_class_starts_from_the_nearest_one_by_elements() -> None:
     driver.controller.begin(known, 128, 100)
     driver.controller.out_of_memory(known, 128, driver.reading())
     new = Key("loss", "train", shape_class(300))
-    assert driver.controller.begin(new, 64, 300) == Plan(size=21, learning=True)
+    assert driver.controller.begin(new, 64, 300) == Decision(size=21, learning=True)
     assert driver.controller.begin(Key("loss", "train", 1), 9999, 3).size == 64 * 100 // 3
     assert driver.controller.begin(Key("loss", "eval", 8), 64, 300).size == 64
     assert driver.controller.begin(Key("other", "train", 8), 64, 300).size == 64

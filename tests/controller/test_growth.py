@@ -221,10 +221,10 @@ def test_a_newer_reading_is_wanted_while_only_that_is_missing() -> None:
 def test_a_failure_without_a_reading_is_explained_by_the_next_one() -> None:
     driver = Driver(16)
     driver.clean(16)
-    plan = driver.controller.begin(KEY, 16, 1)
+    decision = driver.controller.begin(KEY, 16, 1)
     driver.controller.out_of_memory(KEY, 16, None)
     driver.capacity = 200
-    driver.finish(plan, 16, 1, KEY, size=8, ooms=1)
+    driver.finish(decision, 16, 1, KEY, size=8, ooms=1)
     assert driver.ceilings() == [[16, 15, 200, 0.0]]
     driver.until_move(20, samples=16)
     driver.capacity = 10_000

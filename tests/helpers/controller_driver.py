@@ -8,9 +8,9 @@ from elastic_mbs.controller.controller import (
     CallOutcome,
     Capacity,
     Controller,
+    Decision,
     Key,
     Move,
-    Plan,
     Policy,
 )
 
@@ -50,7 +50,7 @@ class Driver:
 
     def finish(
         self,
-        plan: Plan,
+        decision: Decision,
         samples: int,
         elements: int,
         key: Key,
@@ -66,7 +66,7 @@ class Driver:
             samples=samples,
             elements=elements,
             pieces=pieces,
-            peak=self.peak(longest * elements) if plan.learning and not ooms else None,
+            peak=self.peak(longest * elements) if decision.learning and not ooms else None,
             fragmentation=self.fragmentation,
             seconds=None if self.seconds is None else pieces * self.seconds(longest),
             retries=retries,
@@ -78,14 +78,14 @@ class Driver:
     def clean(
         self, samples: int = 64, elements: int = 1, *, retries: int = 0, key: Key = KEY
     ) -> Move | None:
-        plan = self.controller.begin(key, samples, elements)
+        decision = self.controller.begin(key, samples, elements)
         return self.finish(
-            plan,
+            decision,
             samples,
             elements,
             key,
-            size=plan.size,
-            pieces=-(-samples // plan.size),
+            size=decision.size,
+            pieces=-(-samples // decision.size),
             retries=retries,
         )
 
@@ -93,10 +93,10 @@ class Driver:
         self, attempted: int, *more: int, samples: int = 64, elements: int = 1
     ) -> tuple[list[int | None], Move | None]:
         """A call in which pieces of these lengths fail, one after the other."""
-        plan = self.controller.begin(KEY, samples, elements)
+        decision = self.controller.begin(KEY, samples, elements)
         sizes = [self.controller.out_of_memory(KEY, n, self.reading()) for n in (attempted, *more)]
         last = sizes[-1]
-        return sizes, self.finish(plan, samples, elements, KEY, size=last or 1, ooms=len(sizes))
+        return sizes, self.finish(decision, samples, elements, KEY, size=last or 1, ooms=len(sizes))
 
     def until_move(
         self, calls: int = 40, samples: int = 64, elements: int = 1

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from elastic_mbs.batch.pieces import partition
 from elastic_mbs.controller.controller import (
     CallOutcome,
     Capacity,
@@ -13,7 +14,6 @@ from elastic_mbs.controller.controller import (
     Policy,
     shape_class,
 )
-from elastic_mbs.controller.partition import partition
 
 
 @dataclass
@@ -116,9 +116,9 @@ class Job:
         `stop_after` pieces it ends by an exception.
         """
         key, limits = Key(name, "train", shape_class(elements)), self.policy.limits
-        plan = self.controller.begin(key, samples, elements)
+        decision = self.controller.begin(key, samples, elements)
         size, at, peak, failures, began, lost_before = (
-            plan.size,
+            decision.size,
             0,
             0,
             0,
@@ -161,19 +161,19 @@ class Job:
             samples=samples,
             elements=elements,
             pieces=len(done),
-            peak=peak if plan.learning and self.measured and not failures else None,
+            peak=peak if decision.learning and self.measured and not failures else None,
             fragmentation=1.0,
             seconds=self.device.clock.now - began,
             retries=retries,
             ooms=failures,
             lost=self.lost - lost_before,
         )
-        if plan.wants_reading:
+        if decision.wants_reading:
             self.ask_for_reading()
         move = self.controller.end(key, outcome, self.reading())
         if failures:
             self.ask_for_reading()
-        return self._ran(began, plan.size, done, failures, move, floor=False)
+        return self._ran(began, decision.size, done, failures, move, floor=False)
 
     def _cut(self, begin: int, end: int, size: int) -> tuple[tuple[int, int], ...]:
         return partition(

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.partition import (
+from elastic_mbs.batch.pieces import (
     Costs,
     aligned,
     longest,

@@ -28,7 +28,7 @@ class Capacity(NamedTuple):
     at: float
 
 
-class Plan(NamedTuple):
+class Decision(NamedTuple):
     """How to run a call."""
 
     # micro-batch in samples; never above the batch, and aligned unless it is the whole batch
