@@ -1,4 +1,7 @@
-"""What a call and the controller exchange: its key, its plan, what came of it, and the move that follows. Tuples, because each call makes several."""
+"""The messages between a call and the controller.
+
+They are named tuples, because each call makes several of them.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ from typing import NamedTuple
 
 
 def shape_class(elements: int) -> int:
-    """The class of a sample with that many elements: floor(log2(elements))."""
+    """Return the shape class of a sample with this many elements: floor(log2(elements))."""
     return elements.bit_length() - 1
 
 
 class Key(NamedTuple):
-    """Names the track that a call belongs to."""
+    """The name of a track: one kind of call."""
 
     name: str  # of the loss function
     mode: str  # "train" or "eval"
@@ -22,44 +25,41 @@ class Key(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """Bytes that this process could hold in all (what is free plus what it has reserved), and when that was read, by the controller's clock."""
+    """A memory reading: the bytes that this process could hold in all, free and reserved."""
 
     bytes: int
-    at: float
+    at: float  # when it was taken, by the controller's clock
 
 
 class Decision(NamedTuple):
-    """How to run a call."""
+    """The controller's answer at the start of a call."""
 
-    # micro-batch in samples; never above the batch, and aligned unless it is the whole batch
-    size: int
-    learning: bool  # peaks are wanted in this call
-    # with a newer reading of the memory its end could be followed by a growth
-    wants_reading: bool = False
+    size: int  # micro-batch in samples: at most the batch, and aligned unless it is the whole batch
+    learning: bool  # the call is to measure its peak
+    wants_reading: bool = False  # with a newer memory reading the size could grow after this call
 
 
 class CallOutcome(NamedTuple):
-    """What a finished call has measured."""
+    """The measurements of a finished call."""
 
     samples: int  # length of the batch
     elements: int  # per sample
-    pieces: int  # pieces that committed
-    # highest allocation during the call in bytes; None if it was not measured or is not reliable
-    peak: int | None
-    # peak reserved / peak allocated; at least 1. An upper bound, where something was cached before
+    pieces: int  # that committed
+    peak: int | None  # most bytes allocated during the call; None where it was not measured
+    # Peak reserved / peak allocated, at least 1. An upper bound where the allocator's cache held
+    # something before the call.
     fragmentation: float
     seconds: float | None  # time of the whole call, where it is known
-    retries: int  # allocator retries during the call
+    retries: int  # of the allocator during the call
     ooms: int = 0  # failures during the call
-    # a lower bound of `fragmentation`; None where that is exact
-    least_fragmentation: float | None = None
-    lost: float = 0.0  # seconds that the failures have cost
-    fresh: bool = False  # its only piece has made the gradients
+    least_fragmentation: float | None = None  # a lower bound; None where `fragmentation` is exact
+    lost: float = 0.0  # seconds that the failures cost
+    fresh: bool = False  # the call had one piece, which made the gradients
 
 
 class Move(NamedTuple):
-    """A change of size at a boundary: "grow", "thrash", or "limit" (back to the size before a growth that failed in this call)."""
+    """A change of size between two calls."""
 
     before: int
     after: int
-    reason: str
+    reason: str  # "grow", "thrash", or "limit": back to the size before a failed growth

@@ -6,6 +6,7 @@ import pytest
 
 from elastic_mbs.controller.controller import CallOutcome, Capacity, Key, Move
 from elastic_mbs.controller.growth import Margin
+from elastic_mbs.controller.track import Track
 from tests.helpers.controller_driver import KEY, Driver
 from tests.helpers.steps import there
 
@@ -310,7 +311,7 @@ def test_a_failure_that_memory_does_not_explain_halves() -> None:
 
 
 def test_what_stays_free_follows_how_far_readings_fall() -> None:
-    margin, track = Margin(0.05), Driver().controller._new(KEY, 1)
+    margin, track = Margin(0.05), Track(1, 4, decided_at=0.0)
     seen = []
     for at, room in enumerate([1000, 1000, 970, 980, 500, 500, *[500] * Margin.RECENT]):
         margin.follow(Capacity(room, float(at)))

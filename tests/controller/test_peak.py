@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.fit import UNCHECKED
+from elastic_mbs.controller.memory_model import UNCHECKED
 from elastic_mbs.controller.peak import Line, PeakModel, envelope
 from tests.helpers.steps import there
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.controller.controller import Policy
-from elastic_mbs.controller.fit import UNCHECKED
+from elastic_mbs.controller.memory_model import UNCHECKED
 from tests.helpers.device_sim import Device, Job, Ran
 
 Need = Callable[[int], int]

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.controller.controller import Key
-from elastic_mbs.controller.fit import UNCHECKED, TimeFit
+from elastic_mbs.controller.fit import TimeFit
+from elastic_mbs.controller.memory_model import UNCHECKED
 from elastic_mbs.controller.peak import Line, PeakModel
 from tests.helpers.controller_driver import KEY, Driver
 from tests.helpers.steps import there
