@@ -140,9 +140,9 @@ class ElasticMBS:
             event_log(self.settings, trained.devices, log, on_event),
             enabled=enabled,
         )
-        by_length = ByLength.of(pieces, length, trim, self._context.warn_once)
+        by_length = ByLength.of(pieces, length, trim, self._context.warn)
         self._batches = BatchReader(
-            dims, count, by_length, counted=reduction == "sum", warn_once=self._context.warn_once
+            dims, count, by_length, counted=reduction == "sum", warn_once=self._context.warn
         )
         self._rehearsal = Rehearsal(self._context, self._batches)
         self._guarded_step = GuardedStep(self._context, enabled=enabled)
@@ -471,7 +471,7 @@ class ElasticMBS:
         self._check_complete()
         context = self._context
         if self._steps.begun and (left := self._steps.left_behind()) is not None:
-            context.warn("optimizer-step", left)
+            context.warn("optimizer-step", left, once=False)
         context.wake()
         read = partial(self._batches.read, batch, name, given, training=training and loss is None)
         view, counts = context.retry("look at the batch and count the loss terms", read)
@@ -503,7 +503,7 @@ class ElasticMBS:
         self._stats.graphs += graphs_made() - call.state.graphs
         if call.state.training:
             self.last_result = result
-            result.check_size(call.state.key.name, self.settings.outputs, self._context.warn_once)
+            result.check_size(call.state.key.name, self.settings.outputs, self._context.warn)
         if self._context.telemetry is not None:
             self._context.telemetry.done(
                 call.state.done_event(result),

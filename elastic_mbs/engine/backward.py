@@ -229,7 +229,7 @@ def _learn(state: CallState, attempt: Attempt, committed: list[torch.Tensor]) ->
     profile.commits.add(len(ids))
     for leaf in committed:
         if has_hook(leaf):
-            context.warn_once(
+            context.warn(
                 "tensor-hook",
                 f"{context.model.name_of(leaf)} has a hook on its gradient, which runs once per "
                 "micro-batch: it must be linear (no clamp, no norm) "

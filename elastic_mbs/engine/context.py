@@ -16,7 +16,7 @@ from elastic_mbs.engine.misuse import check_capture
 from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.profile import LossProfile
 from elastic_mbs.engine.timing import Telemetry, Timed
-from elastic_mbs.events import EventLog, SensorBack, SensorLost, Warned
+from elastic_mbs.events import EventLog, SensorBack, SensorLost
 from elastic_mbs.memory import (
     Headroom,
     HostGuard,
@@ -73,7 +73,7 @@ class Context:
             self.guard = HostGuard(
                 margin_of(memory.host_guard),
                 modules=model.modules,
-                warn=partial(self.warn, "host_guard"),
+                warn=partial(self.warn, "host_guard", once=False),  # each once by itself
             )
         self._retries: int | None = None  # of the allocator, when they were last asked for
         self._reading: Reading | None = None
@@ -129,11 +129,9 @@ class Context:
             else SensorBack(name, getattr(reading, "source", ""))
         )
 
-    def warn(self, kind: str, text: str) -> None:
-        self.log.emit(Warned(self.settings.name, kind, text))
-
-    def warn_once(self, kind: str, text: str) -> None:
-        self.log.warn_once(self.settings.name, kind, text)
+    def warn(self, topic: str, message: str, *, once: bool = True) -> None:
+        """Emit a warning of this runtime; see `EventLog.emit_warning`."""
+        self.log.emit_warning(self.settings.name, topic, message, once=once)
 
     def headroom(self) -> Headroom | None:
         """The latest memory reading, where it is one."""

@@ -75,7 +75,7 @@ def _classify(state: CallState, attempt: Attempt, error: Exception) -> oom.Verdi
     ):
         return None
     state.tried_masked = True
-    context.warn_once(
+    context.warn(
         f"masked:{verdict.message}",
         "this error is often a hidden out-of-memory; trying once with half the micro-batch: "
         f"{verdict.message}",
