@@ -52,7 +52,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Starts the same command once more under the simulated CUDA, where that is asked for."""
+    """Start the same command once more under the simulated CUDA, where `--simcuda` is given."""
     if config.getoption("simcuda") and not simcuda.inside():
         problem = simcuda.trouble()
         if problem is not None:
@@ -63,7 +63,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects the tests marked `gpu` where there is no CUDA device."""
+    """Deselect the tests marked `gpu` where there is no CUDA device."""
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -73,10 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before a test that counts a GPU's memory: nothing is cached, and what cuBLAS keeps for good lies in segments of its own.
+    """Empty the cache before a test on a GPU, and give cuBLAS' workspace segments of its own.
 
-    It would otherwise be cut from whatever block the test before has left, and the rest of that
-    block would be room which no limit counts.
+    The workspace stays for good. Cut from a block that the test before has left, it would turn the
+    rest of that block into room that no limit counts.
     """
     if item.get_closest_marker("gpu"):  # cuda-only
         torch.cuda.empty_cache()
@@ -90,8 +90,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_garbage() -> None:
-    """Recovery collects garbage; what has been imported, and what earlier modules have left, need not be looked at each time."""
-    # torch does so at the first checkpoint or optimizer step: 100 000 objects
+    """Freeze the objects of imports and of earlier modules: recovery collects garbage often."""
+    # 100,000 objects, which torch imports at the first checkpoint or optimizer step
     importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()

@@ -342,7 +342,8 @@ class Controller:
         self._measure_time(track, outcome)
 
     def _measure_time(self, track: Track, outcome: CallOutcome) -> None:
-        pieces, seconds = outcome.pieces, outcome.seconds
+        pieces = outcome.pieces
+        seconds = outcome.seconds
         if pieces and seconds is not None and 0 < seconds < math.inf and not outcome.retries:
             track.time.add(round(outcome.samples * outcome.elements / pieces), seconds / pieces)
 
@@ -402,7 +403,8 @@ class Controller:
         """
         track.call = None
         track.clean = track.calls_with_retries = 0
-        trial, first = call.failed_trial, call.failed
+        trial = call.failed_trial
+        first = call.failed
         assert first is not None
         self._record_loss(track, lost, call.began, trial, first.elements)
         if call.ooms > 1 or not self._policy.grow:  # several: memory has changed

@@ -106,7 +106,8 @@ class MemoryFit(MemoryModel):
     def add(self, x: int, peak: int, *, first: bool = False) -> None:
         """Take one measurement; the fit does not distinguish a call that made the gradients."""
         self._seen += 1
-        older, expected = self._knots.get(x), self.predict(x)
+        older = self._knots.get(x)
+        expected = self.predict(x)
         if older is None and expected:
             self._errors.append(max(0.0, peak / expected - 1))
         peaks = [*(older.peaks if older else []), peak]

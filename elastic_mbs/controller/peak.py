@@ -78,7 +78,8 @@ class PeakModel(MemoryModel):
         step: int = 0,
         reach: int | None = None,
     ) -> None:
-        self._later, self._first = envelope(later), envelope(first)
+        self._later = envelope(later)
+        self._first = envelope(first)
         if not (self._later and self._first):
             raise ValueError("a peak without a line")
         self._planned = held

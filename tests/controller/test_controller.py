@@ -1,4 +1,4 @@
-"""The controller's rules, one by one, and what it saves; those of growth and of ceilings have a file of their own."""
+"""The controller's rules, one by one, and its saved state; growth has a file of its own."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
     assert settling.until_move() == (40, None)
 
 
-def test_without_grow_a_loaded_trial_does_not_bring_the_size_before_it_back() -> None:
+def test_without_grow_a_loaded_trial_brings_no_size_back() -> None:
     growing, fixed = Driver(12), Driver(grow=False)
     growing.until_move()
     fixed.controller.load_state_dict(growing.controller.state_dict())
@@ -52,7 +52,7 @@ def test_without_grow_a_loaded_trial_does_not_bring_the_size_before_it_back() ->
     assert growing.failing(22) == ([11], Move(11, 12, "limit"))
 
 
-def test_a_function_can_come_to_need_less_in_a_call_that_memory_does_not_explain() -> None:
+def test_an_escalation_after_an_unexplained_failure_ends_no_call() -> None:
     driver = Driver(7, min_micro_batch_size=4)
     for _ in range(3):
         driver.clean(7)
@@ -218,7 +218,7 @@ def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
         make()
 
 
-# ---------------------------------------------------------------------- what is saved: JSON that comes back the same
+# ---------------------------------------------------------------------- the saved state is JSON
 
 
 SAVED = (
@@ -311,7 +311,7 @@ def test_present_limits_win_over_saved_sizes() -> None:
 
 
 def changed(name: str, *value: object) -> dict[str, object]:
-    """A saved state whose first track has another value there, or none."""
+    """Return a saved state whose first track has another value there, or none."""
     state: dict[str, Any] = json.loads(SAVED)
     track = state["tracks"][0]
     del track[name]
@@ -332,9 +332,7 @@ def changed(name: str, *value: object) -> dict[str, object]:
         *((changed(name, value), "malformed") for name, value in MALFORMED),
     ],
 )
-def test_a_state_that_is_unknown_or_malformed_is_refused_and_changes_nothing(
-    state: Any, message: str
-) -> None:
+def test_a_malformed_state_is_refused_and_changes_nothing(state: Any, message: str) -> None:
     driver = Driver(8)
     driver.clean()
     before = driver.controller.state_dict()

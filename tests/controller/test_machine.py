@@ -1,4 +1,4 @@
-"""Anything may happen to a controller in any order: batches, failures, lost sensors, neighbours, saving and loading. What must hold after it."""
+"""Invariants of the controller, whatever happens to it in whatever order."""
 
 import json
 import math
@@ -15,7 +15,10 @@ TOTAL = 10_000
 
 
 class ControllerMachine(RuleBasedStateMachine):
-    """One job on a device whose memory, readings and neighbours the rules change; `Job.call` checks every size as it is handed out."""
+    """One job on a device whose memory, readings and neighbours the rules change.
+
+    `Job.call` checks every size as it is handed out.
+    """
 
     @initialize(
         start=st.one_of(st.none(), st.integers(1, 64)),
@@ -60,7 +63,7 @@ class ControllerMachine(RuleBasedStateMachine):
         self.lowest: dict[tuple[str, str, int], int] = {}  # of each track, under grow=False
 
     def disturbed(self) -> None:
-        """Memory, readings or batches have changed: whatever was learned about steady memory begins anew."""
+        """Start the counts of steady memory anew: memory, readings or batches have changed."""
         self.settled = False
         self.failures_since = 0
         self.moves_after_failure = 0
@@ -102,7 +105,10 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(samples=st.sampled_from([16, 64]), calls=st.integers(1, 30))
     def steady_calls(self, samples: int, calls: int) -> None:
-        """The same batch again and again: the only place where the bound on failures counts, and it counts across other rules that change nothing."""
+        """Repeat one batch: only here does the bound on failures count.
+
+        It also counts across rules that change nothing.
+        """
         if self.batch != (samples, 1):
             self.disturbed()
             self.batch = (samples, 1)
@@ -141,7 +147,7 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.1, 1000))
     def tick(self, seconds: float) -> None:
-        """Time alone must change nothing in steady memory."""
+        """Let time pass, which changes nothing in steady memory."""
         self.device.clock.now += seconds
 
     @rule()
@@ -180,7 +186,7 @@ ControllerMachine.TestCase.settings = settings(
 TestController = ControllerMachine.TestCase
 
 
-def test_without_growth_a_failure_that_memory_does_not_explain_lowers_the_size_for_good() -> None:
+def test_without_growth_an_unexplained_failure_lowers_the_size_for_good() -> None:
     machine = ControllerMachine()
     machine.prepare(
         seed=8,

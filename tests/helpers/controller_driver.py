@@ -1,4 +1,4 @@
-"""Runs calls of a controller by hand."""
+"""Calls of a controller, made by hand."""
 
 import random
 from collections.abc import Callable
@@ -18,9 +18,9 @@ KEY = Key("loss", "train", 0)
 
 
 class Driver:
-    """Runs calls by hand: the test says what a call sees.
+    """A controller whose calls see what the test says: capacity, need, seconds.
 
-    Without jitter, unless the policy's options have it.
+    There is no jitter, unless the options of the policy have it.
     """
 
     def __init__(self, start: int | None = None, *, seed: int = 0, **options: Any) -> None:
@@ -30,7 +30,8 @@ class Driver:
         self.fragmentation = 1.0
         self.seconds: Callable[[int], float] | None = None
         self.lost = 0.0  # seconds that a call with failures loses
-        self.start, self.policy = start, Policy(**{"jitter": 0.0, **options})
+        self.start = start
+        self.policy = Policy(**{"jitter": 0.0, **options})
         self.seed = seed
         self.controller = self.make()
 
@@ -92,7 +93,7 @@ class Driver:
     def failing(
         self, attempted: int, *more: int, samples: int = 64, elements: int = 1
     ) -> tuple[list[int | None], Move | None]:
-        """A call in which pieces of these lengths fail, one after the other."""
+        """Make a call in which pieces of these lengths fail, one after the other."""
         decision = self.controller.begin(KEY, samples, elements)
         sizes = [self.controller.out_of_memory(KEY, n, self.reading()) for n in (attempted, *more)]
         last = sizes[-1]
@@ -101,14 +102,14 @@ class Driver:
     def until_move(
         self, calls: int = 40, samples: int = 64, elements: int = 1
     ) -> tuple[int, Move | None]:
-        """Clean calls until the size changes: how many, and the change."""
+        """Make clean calls until the size changes; return their number, and the change."""
         for n in range(1, calls + 1):
             if move := self.clean(samples, elements):
                 return n, move
         return calls, None
 
     def size(self, key: Key = KEY) -> int:
-        """The present size of a track."""
+        """Return the present size of a track."""
         return int(self.saved(key)["size"])
 
     def ceilings(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""One line per event, with its figures."""
+"""Events: one line each, with its figures, to the log and to every sink."""
 
 import logging
 from dataclasses import FrozenInstanceError, fields
@@ -26,7 +26,7 @@ def test_an_event_is_one_line_frozen_and_of_numbers_and_strings_only(event: Even
         event.name = "another"  # type: ignore[misc]  # the mistake
 
 
-def test_the_line_of_a_failure_says_where_what_was_asked_and_what_happens_next() -> None:
+def test_the_line_of_a_failure_says_where_it_was_and_what_happens_next() -> None:
     for part in (
         "backward",
         "16:32",
