@@ -13,8 +13,9 @@ It is pure: the clock, the random numbers and the memory readings are handed to 
            └ the largest size that fits in what is left, or half
 ```
 
-Shrinking needs no evidence but the failure. Growing needs all of it: `growth.is_due` says when,
-`growth.next_size` how far.
+Where to find it: `out_of_memory` shrinks; at the end of a call, `_end_clean` may grow, `_end_failed`
+may go back to a larger size, and `_end_thrashing` may shrink. Shrinking needs no evidence but the
+failure. Growing needs all of it: `growth.is_due` says when, `growth.next_size` how far.
 
 A failure is remembered as a ceiling, with the capacity seen then, and tried again only when the
 capacity has risen. There can be several ceilings: one seen while a co-tenant was there is lifted
@@ -24,8 +25,8 @@ failure shows as much memory as before, the size comes back at once, but only on
 A failed growth that cost more time than it had saved starts a cooldown of `cooldown` times the
 difference. Until it ends, sizes are chosen as if there were no more memory than at the failure.
 
-With `grow=False` only the left half of the picture is left: failures and thrashing lower the size,
-and nothing raises it.
+With `grow=False` only the lower arrow is left: failures and thrashing lower the size, and nothing
+raises it.
 """
 
 from __future__ import annotations
@@ -134,11 +135,16 @@ class Controller:
         learning = (
             self._policy.grow and not known and track.calls_without_peak < self._policy.patience
         )
-        size = min(size, samples)
         track.call = RunningCall(
-            size, track.size, track.epoch, samples, elements, learning, self._clock(), length
+            before=track.size,
+            epoch=track.epoch,
+            samples=samples,
+            elements=elements,
+            learning=learning,
+            began=self._clock(),
+            length=length,
         )
-        return Decision(size, learning, track.wants_reading)
+        return Decision(min(size, samples), learning, track.wants_reading)
 
     def _size_below_ceilings(self, track: Track, samples: int, elements: int) -> tuple[int, int]:
         """Return the size for this call, and the length of its longest piece.
@@ -183,7 +189,6 @@ class Controller:
         if failed_trial is not None and fitting is not None and after < failed_trial.before:
             failed_trial = None  # the size that it grew from would have failed, too
         self._resize(track, after)
-        call.size = after
         call.ooms += 1
         if call.ooms == 1:
             call.failed_trial = failed_trial

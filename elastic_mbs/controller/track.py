@@ -101,8 +101,7 @@ class Ceiling:
 class RunningCall:
     """The call that is running on a track."""
 
-    size: int  # in force now, in samples
-    before: int  # size of the track when the call began
+    before: int  # size of the track when the call began, in samples
     epoch: int  # epoch of the track when the call began
     samples: int  # length of the batch
     elements: int  # per sample
