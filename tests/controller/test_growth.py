@@ -116,7 +116,7 @@ def test_between_the_last_good_and_the_last_bad_size_growth_bisects() -> None:
     )
 
 
-def test_a_failed_growth_goes_back_and_is_not_repeated_on_the_same_evidence() -> None:
+def test_a_failed_growth_goes_back_and_needs_new_evidence() -> None:
     driver = Driver(8)
     driver.until_move()
     sizes, move = driver.failing(16)
@@ -138,7 +138,7 @@ def test_batches_too_small_to_use_the_new_size_prove_nothing() -> None:
     assert driver.failing(22)[1] == Move(11, 12, "limit")
 
 
-def test_a_failed_growth_goes_back_in_an_abandoned_call_but_not_after_two_failures() -> None:
+def test_a_failed_growth_goes_back_unless_a_second_failure_follows() -> None:
     driver = Driver(12)
     driver.until_move()
     assert driver.failing(22, 11) == ([11, 5], None)
@@ -230,7 +230,7 @@ def test_a_failure_without_a_reading_is_explained_by_the_next_one() -> None:
     assert driver.until_move(20, samples=16)[1] == Move(8, 16, "grow")
 
 
-def test_after_an_unexplained_failure_the_size_comes_back_at_once_but_only_once() -> None:
+def test_after_an_unexplained_failure_the_size_comes_back_once() -> None:
     driver = Driver(16)
     for _ in range(3):
         driver.clean(16)
@@ -242,7 +242,7 @@ def test_after_an_unexplained_failure_the_size_comes_back_at_once_but_only_once(
     assert driver.until_move(300, samples=16) == (300, None)
 
 
-def test_two_unexplained_failures_are_retried_once_small_pieces_have_cost_as_much() -> None:
+def test_two_unexplained_failures_are_retried_when_small_pieces_cost_as_much() -> None:
     driver = Driver(16)
     # 16 samples take 0.26 s in one piece, and 0.56 s in four
     driver.seconds = lambda m: 0.1 + 0.01 * m

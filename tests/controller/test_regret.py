@@ -82,7 +82,7 @@ def test_full_speed_is_back_two_steps_after_the_reading_that_shows_it(
     st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10_000)), min_size=1, max_size=40),
     st.integers(0, 2**16),
 )
-def test_memory_that_comes_and_goes_costs_1_percent_over_the_best_fixed_size(
+def test_memory_that_comes_and_goes_costs_1_percent_over_a_fixed_size(
     step: float, visits: list[tuple[int, int]], seed: int
 ) -> None:
     until = list(itertools.accumulate(length * step for length, _ in visits))

@@ -59,7 +59,7 @@ def test_longer_samples_take_as_much_more_time_each() -> None:
     assert model.seconds_per_sample == pytest.approx(8 * GAMMA)
 
 
-def test_a_size_model_has_the_error_of_its_plan_and_does_not_follow_the_track() -> None:
+def test_a_size_model_has_the_error_of_its_plan_and_stays_as_it_was() -> None:
     driver, plan = Driver(8, patience=1), PeakModel([Line(0, 0, 10)], [Line(0, 0, 10)], held=100)
     driver.controller.planned(KEY, 64, 1, plan, 8)
     driver.clean()

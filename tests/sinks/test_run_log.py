@@ -443,7 +443,7 @@ STRANGE += [
 
 
 @pytest.mark.parametrize("line", STRANGE)
-def test_torn_and_foreign_lines_are_passed_over_and_a_log_of_nothing_else_is_refused(
+def test_torn_and_foreign_lines_are_passed_over_and_a_log_needs_others(
     line: bytes,
 ) -> None:
     (run,) = read_runs([*log_of([(1.0, failure())]).splitlines(), line])
