@@ -12,7 +12,7 @@ from elastic_mbs.batch.containers import register_splitter
 from elastic_mbs.batch.counts import count_tokens
 from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.controller.controller import Policy
-from elastic_mbs.controller.model import SizeModel
+from elastic_mbs.controller.size_model import SizeModel
 from elastic_mbs.decorator import elastic_step
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.outcome.result import Stats, StepResult

@@ -1,11 +1,29 @@
-"""The errors that this package raises by itself: `ElasticMBSError` is the base of all, with one branch for each decision that a caller makes.
+"""The errors that this package raises by itself, with one branch for each decision of a caller.
 
-`UsageError`: fix the call. `MisuseError`: fix the training loop. `UnsupportedError`: leave out a
-mode of torch. `RecoveryError`: memory ran out.
+```
+ElasticMBSError
+├── UsageError                      an argument is wrong: fix the call          (a ValueError)
+│   ├── BatchError
+│   ├── CountError
+│   └── LossError
+├── MisuseError                     the training loop is wrong: fix it          (a RuntimeError)
+│   ├── NestedCallError
+│   ├── StepInsideError
+│   ├── BackwardInsideError
+│   ├── GradientsChangedError
+│   ├── OptimizerInBackwardError
+│   └── IncompleteBatchError
+├── UnsupportedError                leave out a mode of torch                   (a RuntimeError)
+└── RecoveryError                   memory ran out                              (a RuntimeError)
+    ├── MicroBatchFloorError        (a torch.OutOfMemoryError)
+    ├── ReplayUnsafeError
+    ├── OptimizerStepError          (a torch.OutOfMemoryError)
+    └── PoisonedDeviceError
+```
 
-After any of them the gradients that were empty at the start of the call are empty again, and
-buffers and random streams are as they were at its start. Where a gradient was not empty, the error
-carries a note that `zero_grad()` is needed.
+After any of them, gradients that were empty at the start of the call are empty again, and buffers
+and random streams are as they were at its start. Where a gradient was not empty, the error carries
+a note that `zero_grad()` is needed.
 """
 
 from __future__ import annotations
@@ -14,15 +32,15 @@ import torch
 
 
 class ElasticMBSError(Exception):
-    """Base of every error that this package raises by itself."""
+    """The base of every error that this package raises by itself."""
 
 
 class UsageError(ElasticMBSError, ValueError):
-    """An argument is wrong; the message names the value and the way out."""
+    """An argument is wrong; the message names its value and the way out."""
 
 
 class BatchError(UsageError):
-    """The batch cannot be cut into pieces: unknown container, lengths that disagree, or no samples."""
+    """The batch cannot be cut: an unknown container, lengths that disagree, or no samples."""
 
 
 class CountError(UsageError):
@@ -30,11 +48,11 @@ class CountError(UsageError):
 
 
 class LossError(UsageError):
-    """What `loss_fn` returned is no scalar, has no graph, or is missing."""
+    """The loss that `loss_fn` returned is no scalar, has no graph, or is missing."""
 
 
 class MisuseError(ElasticMBSError, RuntimeError):
-    """The training loop does something inside a batch that a replay could not undo."""
+    """The training loop does something inside a batch that a replay cannot undo."""
 
 
 class NestedCallError(MisuseError):
@@ -46,7 +64,7 @@ class StepInsideError(MisuseError):
 
 
 class BackwardInsideError(MisuseError):
-    """The step function called `backward()` by itself; the engine owns it."""
+    """The step function called `backward()` by itself, which is the engine's part."""
 
 
 class GradientsChangedError(MisuseError):
@@ -75,7 +93,7 @@ class RecoveryError(ElasticMBSError, RuntimeError):
 class MicroBatchFloorError(RecoveryError, torch.OutOfMemoryError):
     """The smallest micro-batch allowed does not fit.
 
-    Also a `torch.OutOfMemoryError`, so that existing handlers see it.
+    It is also a `torch.OutOfMemoryError`, so that existing handlers see it.
     """
 
 
@@ -84,8 +102,14 @@ class ReplayUnsafeError(RecoveryError):
 
 
 class OptimizerStepError(RecoveryError, torch.OutOfMemoryError):
-    """A guarded optimizer step does not fit; parameters and state are as they were before it, unless the message says otherwise."""
+    """A guarded optimizer step does not fit.
+
+    Parameters and state are as they were before it, unless the message says otherwise.
+    """
 
 
 class PoisonedDeviceError(RecoveryError):
-    """The device or its allocator cannot be trusted any more; save what you can and restart the process."""
+    """The device or its allocator cannot be trusted any more.
+
+    Save everything that can still be read, and restart the process.
+    """

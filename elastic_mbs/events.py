@@ -1,7 +1,10 @@
-"""What can happen to a call, one frozen dataclass each, and one log line each.
+"""The events of a runtime, frozen dataclasses with one log line each, and the sinks they go to.
 
-Events hold numbers and strings only, never tensors or exceptions: a sink that keeps them keeps no
-memory of the failed attempt alive.
+Events hold numbers and strings only, never tensors or exceptions. So a sink that keeps them keeps
+no memory of a failed attempt alive.
+
+Every warning of the package is a line of the logger `elastic_mbs`. Those of a runtime are `Warned`
+events as well (`EventLog.emit_warning`), so that its sinks get them.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ logger.addHandler(logging.NullHandler())
 
 
 def format_bytes(count: int | float | None) -> str:
-    """A byte count as a person writes it: `1536` → `1.5 KiB`; `None` → `unknown`."""
+    """Return a byte count as a person writes it: `1536` → `1.5 KiB`; `None` → `unknown`."""
     if count is None:
         return "unknown"
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    size = float(count)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
         units.pop(0)
@@ -32,14 +36,14 @@ def format_bytes(count: int | float | None) -> str:
 # --8<-- [start:events]: this part is a page of the documentation
 @dataclass(frozen=True)
 class Event:
-    """Base of all events."""
+    """The base of all events."""
 
     level: ClassVar[int] = logging.INFO
-    text: ClassVar[str] = ""  # of its line, with its fields in braces
-    name: str  # the runtime's, so that two runtimes can share one sink
+    text: ClassVar[str] = ""  # of the log line, with the fields in braces
+    name: str  # of the runtime, so that two runtimes can share one sink
 
     def line(self) -> str:
-        """The event as one log line."""
+        """Return the event as one log line."""
         return self.text.format_map(vars(self))
 
 
@@ -50,8 +54,7 @@ class OutOfMemory(Event):
     level: ClassVar[int] = logging.WARNING
     text: ClassVar[str] = (
         "out of memory in {phase} of samples {start}:{stop}: micro-batch {size_before} → "
-        "{size_after}, "
-        "replaying in mode {mode} ({committed} leaves had committed): {message}"
+        "{size_after}, replaying in mode {mode} ({committed} leaves had committed): {message}"
     )
     phase: str  # "load", "forward", "backward" or "commit"
     start: int  # first sample of the failed piece
@@ -60,24 +63,26 @@ class OutOfMemory(Event):
     size_before: int  # micro-batch size that was attempted, in samples
     size_after: int  # micro-batch size that will be attempted next, in samples
     committed: int  # leaves that the failed attempt had already committed
-    kind: str  # what sort of error it was (see `elastic_mbs.memory.oom.Kind`)
+    kind: str  # sort of error (see `elastic_mbs.memory.oom.Kind`)
     message: str  # first line of the error's text
-    key: str = ""  # track of the controller (loss function, train or eval, shape class)
+    key: str = ""  # kind of call (loss function, train or eval, shape class)
     requested: int | None = None  # bytes, where the error says so
     # bytes that this process could still get, by the latest reading; None without one
     free: int | None = None
     held_by_others: int | None = None  # bytes, by the same reading
     holders: str = ""  # the biggest of the others in words, where they are known
-    # seconds since that reading was taken: the others can have changed since
-    reading_age: float | None = None
-    # host seconds from the start of the undone work ("step": of the call) until it was undone; None
-    # without sinks
+    reading_age: float | None = None  # seconds since that reading was taken
+    # seconds of the work that was undone, by the host's clock (mode "step": since the call began);
+    # None without sinks
     seconds_lost: float | None = None
 
 
 @dataclass(frozen=True)
 class OptimizerOutOfMemory(Event):
-    """A guarded optimizer step ran out of memory; parameters and state have been put back, and it is tried again."""
+    """A guarded optimizer step ran out of memory, and is tried again.
+
+    Parameters and state are as they were before the step.
+    """
 
     level: ClassVar[int] = logging.WARNING
     text: ClassVar[str] = (
@@ -85,21 +90,21 @@ class OptimizerOutOfMemory(Event):
         "{message}"
     )
     optimizer: str  # its class
-    action: str  # what is different in the next try
-    kind: str  # what sort of error it was (see `elastic_mbs.memory.oom.Kind`)
+    action: str  # the difference of the next try
+    kind: str  # sort of error (see `elastic_mbs.memory.oom.Kind`)
     message: str  # first line of the error's text
 
 
 @dataclass(frozen=True)
 class CallDone(Event):
-    """A call has finished. Made only where there is a sink of `on_event`, or a run log.
+    """A call has finished. Made only where there is a sink, or a run log.
 
     On CUDA it comes one or two calls later, or when the runtime is closed, because nothing waits
     for the device.
     """
 
     level: ClassVar[int] = logging.DEBUG
-    key: str  # track of the controller (loss function, train or eval, shape class)
+    key: str  # kind of call (loss function, train or eval, shape class)
     mode: str  # "train" or "eval"
     samples: int  # of the batch
     pieces: int  # micro-batches that committed
@@ -107,33 +112,30 @@ class CallDone(Event):
     micro_batch_size: int  # the size in force when it ended, in samples
     ooms: int  # out-of-memory errors survived in it
     replayed_samples: int  # samples that were run again
-    # time of the call: the device's where it keeps time, else the host's; None where the device was
-    # lost
+    # of the call, by the device's clock where it has one, else by the host's; None where the device
+    # was lost
     seconds: float | None
-    # part of it in attempts that failed, by the host's clock: see `OutOfMemory`
-    seconds_lost: float
+    seconds_lost: float  # part of it in attempts that failed, by the host's clock
     # of the whole batch; None for an eval, or where it could not be read without waiting
     loss: float | None
-    allocated: int | None  # bytes in live tensors when it ended; None where that is not known
-    # bytes that the allocator held then; without a meter the capacity less what is free, by the
-    # latest reading
+    allocated: int | None  # bytes in live tensors when it ended; None where not known
+    # bytes that the allocator held then; without a meter: capacity less free, by the latest reading
     reserved: int | None
-    # most bytes allocated since the peaks were reset: at this call's start while a size is being
-    # learned, else earlier
+    # most bytes allocated since the peaks were reset, at this call's start or earlier
     peak_allocated: int | None
     peak_reserved: int | None  # most bytes reserved since then
     free: int | None  # bytes that this process could still get, by the latest reading
     held_by_others: int | None  # bytes, by the same reading
     total: int | None  # bytes of the device, by the same reading
     ended: float  # when it ended, in seconds of `time.monotonic`
-    graphs: int = 0  # that torch.compile made while it ran
+    graphs: int = 0  # made by torch.compile while it ran
 
     @property
     def rate(self) -> float | None:
-        """Samples per second, or None where the time is not known."""
-        return (
-            self.samples / self.seconds if self.seconds is not None and self.seconds > 0 else None
-        )
+        """Samples per second; None where the time is not known."""
+        if self.seconds is None or not self.seconds > 0:
+            return None
+        return self.samples / self.seconds
 
     def line(self) -> str:
         took = "an unknown time" if self.seconds is None else f"{self.seconds:.3g} s"
@@ -148,26 +150,23 @@ class CallDone(Event):
 
 @dataclass(frozen=True)
 class CallFailed(Event):
-    """A call has ended by an exception, which passes on to the caller.
-
-    Made only where there is a sink.
-    """
+    """A call has ended by an exception, which is passed on. Made only where there is a sink."""
 
     text: ClassVar[str] = (
         "a call has ended by {error} after {seconds:.3g} s and {ooms} out-of-memory errors, for "
         "{key}: {message}"
     )
-    key: str  # track of the controller
-    error: str  # the exception's class
+    key: str  # kind of call (loss function, train or eval, shape class)
+    error: str  # class of the exception
     message: str  # its first line
     ooms: int  # out-of-memory errors survived before it
     seconds: float  # since the call began
-    seconds_lost: float  # of those, in failed attempts
+    seconds_lost: float  # part of them in failed attempts
 
 
 @dataclass(frozen=True)
 class WaitingForMemory(Event):
-    """The smallest micro-batch does not fit now; waiting, for a bounded time, for others to free memory."""
+    """The smallest micro-batch does not fit now; the call waits until others free memory."""
 
     level: ClassVar[int] = logging.WARNING
     seconds: float  # the longest wait
@@ -176,41 +175,45 @@ class WaitingForMemory(Event):
     holders: str = ""  # the biggest of the others in words, where they are known
 
     def line(self) -> str:
+        holders = f": {self.holders}" if self.holders else ""
         return (
             f"the smallest micro-batch does not fit: waiting up to {self.seconds:.1f} s for memory "
             f"(free {format_bytes(self.free)}, held by others "
-            f"{format_bytes(self.held_by_others)}{f': {self.holders}' if self.holders else ''})"
+            f"{format_bytes(self.held_by_others)}{holders})"
         )
 
 
 @dataclass(frozen=True)
 class Escalated(Event):
-    """The smallest micro-batch does not fit: from now on this loss function takes less memory and more time. See `RecoveryOptions.escalate`."""
+    """The smallest micro-batch does not fit: this loss function runs with less memory from now on.
+
+    It also takes more time. See `RecoveryOptions.escalate`.
+    """
 
     level: ClassVar[int] = logging.WARNING
     text: ClassVar[str] = "samples {start}:{stop} do not fit: from now on with {by} for {key}"
     start: int  # first sample of the piece that does not fit
     stop: int  # one past its last sample
     by: str  # "offload" or "checkpoint"
-    key: str  # track of the controller (loss function, train or eval, shape class)
+    key: str  # kind of call (loss function, train or eval, shape class)
 
 
 @dataclass(frozen=True)
 class Resized(Event):
-    """The micro-batch size changed between two calls."""
+    """The micro-batch size has changed between two calls."""
 
     text: ClassVar[str] = "micro-batch {before} → {after} ({reason}) for {key}"
     before: int  # in samples
     after: int  # in samples
     reason: str  # "grow", "thrash" or "limit"
-    key: str  # track of the controller (loss function, train or eval, shape class)
-    # bytes that this process could hold in all when that was decided; None without a reading
+    key: str  # kind of call (loss function, train or eval, shape class)
+    # bytes that this process could hold in all at the decision; None without a reading
     capacity: int | None = None
 
 
 @dataclass(frozen=True)
 class SensorLost(Event):
-    """The memory sensor gives no reading, or an unreliable one: growth stops, training goes on."""
+    """The memory sensor gives no reliable reading: growth stops, training goes on."""
 
     level: ClassVar[int] = logging.WARNING
     text: ClassVar[str] = (
@@ -229,11 +232,11 @@ class SensorBack(Event):
 
 @dataclass(frozen=True)
 class Warned(Event):
-    """A probable mistake; emitted once per runtime and topic."""
+    """A probable mistake in the training loop, or a limit of this machine."""
 
     level: ClassVar[int] = logging.WARNING
     text: ClassVar[str] = "{message}"
-    topic: str
+    topic: str  # a topic is warned of once per runtime, as a rule
     message: str
 
 
@@ -242,27 +245,26 @@ Sink = Callable[[Event], None]
 
 
 class GuardedSink(ABC):
-    """A sink of this package.
+    """A sink of this package: its errors are never raised into a step.
 
-    What goes wrong in it is logged once in the Python log and never raised into a step; a forked
-    child does nothing.
+    The first error is a line of the logger. In a forked child the sink does nothing.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # the monitor's thread has events, too
+        self._lock = threading.RLock()  # the monitor's thread emits events, too
         self._pid = os.getpid()
         self._warned = False
 
     def __call__(self, event: Event) -> None:
-        """Takes an event."""
+        """Take an event."""
         self._guarded(lambda: self._take(event))
 
     def begin(self) -> None:
-        """A call begins."""
+        """Prepare for the events of a call."""
         self._guarded(self._begin)
 
     def close(self) -> None:
-        """Writes out what is waiting, and closes what is open; a later call begins again."""
+        """Write out pending events and close open files; a later call opens them again."""
         self._guarded(self._end)
 
     @abstractmethod
@@ -280,7 +282,7 @@ class GuardedSink(ABC):
         with self._lock:
             try:
                 work()
-            except Exception as error:  # of whatever kind: a step does not end for it
+            except Exception as error:  # of any kind: no step ends because of it
                 if not self._warned:
                     self._warned = True
                     logger.warning(
@@ -292,25 +294,25 @@ class GuardedSink(ABC):
 
 
 class EventLog:
-    """Sends each event to the logger and to the sinks, in order.
+    """The way of a runtime's events: to the logger, then to the sinks, in order.
 
-    An error in a sink passes through: nothing is swallowed.
+    An error in a user's sink is passed on: nothing is swallowed.
     """
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = tuple(sinks)
-        self.listened = bool(self._sinks)  # whether there is a sink
+        self.listened = bool(self._sinks)  # there is a sink
         self._ours = tuple(sink for sink in self._sinks if isinstance(sink, GuardedSink))
-        self._warned: set[str] = set()
-        self._emitting: list[int] = []  # threads whose events the sinks are getting
+        self._warned: set[str] = set()  # topics
+        self._emitting: list[int] = []  # threads that are inside a sink
 
     def begin(self) -> None:
-        """A call begins."""
+        """Prepare the sinks of this package for a call."""
         for sink in self._ours:
             sink.begin()
 
     def emit(self, event: Event) -> None:
-        """Logs the event in one line and hands it to every sink."""
+        """Log the event in one line, and hand it to every sink."""
         if logger.isEnabledFor(event.level):
             logger.log(event.level, "[%s] %s", event.name, event.line())
         self._emitting.append(threading.get_ident())
@@ -322,16 +324,17 @@ class EventLog:
 
     @property
     def emitting(self) -> bool:
-        """Whether this thread is inside a sink."""
+        """True while this thread is inside a sink."""
         return threading.get_ident() in self._emitting
 
     def close(self) -> None:
-        """Closes the sinks of this package."""
+        """Close the sinks of this package."""
         for sink in self._ours:
             sink.close()
 
-    def warn_once(self, name: str, topic: str, message: str) -> None:
-        """Emits `Warned` the first time that `topic` comes up."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            self.emit(Warned(name, topic, message))
+    def emit_warning(self, name: str, topic: str, message: str, *, once: bool = True) -> None:
+        """Emit `Warned`; with `once`, only the first time that the topic comes up."""
+        if once and topic in self._warned:
+            return
+        self._warned.add(topic)
+        self.emit(Warned(name, topic, message))

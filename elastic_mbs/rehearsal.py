@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.plan import Key, shape_class
+from elastic_mbs.controller.messages import Key, shape_class
 from elastic_mbs.disabled import DisabledPass
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.outcome.result import StepResult

@@ -20,8 +20,8 @@ from elastic_mbs.batch.cut import Dims
 from elastic_mbs.batch.lengths import ByLength, Length, Trim
 from elastic_mbs.batch.reader import BatchReader, Count
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.model import SizeModel
 from elastic_mbs.controller.policy import Policy
+from elastic_mbs.controller.size_model import SizeModel
 from elastic_mbs.engine.call import Call, one_pass
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.outcome.result import Stats, StepResult
@@ -145,9 +145,9 @@ class ElasticMBS:
             enabled=enabled,
         )
         self._knowledge = Knowledge(self.settings)
-        by_length = ByLength.of(pieces, length, trim, self._resources.warn_once)
+        by_length = ByLength.of(pieces, length, trim, self._resources.warn)
         self._batches = BatchReader(
-            dims, count, by_length, counted=reduction == "sum", warn_once=self._resources.warn_once
+            dims, count, by_length, counted=reduction == "sum", warn_once=self._resources.warn
         )
         self._rehearsal = Rehearsal(self._resources, self._knowledge, self._batches)
         self._guarded_step = GuardedStep(self._resources, enabled=enabled)
@@ -491,7 +491,7 @@ class ElasticMBS:
         self._check_complete()
         resources = self._resources
         if self._steps.begun and (left := self._steps.left_behind()) is not None:
-            resources.warn("optimizer-step", left)
+            resources.warn("optimizer-step", left, once=False)
         resources.wake()
         read = partial(self._batches.read, batch, name, given, training=training)
         return resources.retry("look at the batch and count the loss terms", read)
@@ -527,7 +527,7 @@ class ElasticMBS:
         self._stats.graphs += parts.report.graphs()
         if training:
             self.last_result = result
-            result.check_size(parts.key.name, self.settings.outputs, self._resources.warn_once)
+            result.check_size(parts.key.name, self.settings.outputs, self._resources.warn)
         parts.report.done(result, training=training)
         return result
 

@@ -1,6 +1,7 @@
 import gc
 import importlib
 import os
+import random
 import warnings
 
 import pytest
@@ -12,16 +13,17 @@ from stress.limits import simcuda
 # pytester tests the other one, which injects out-of-memory errors (`make test-injected`)
 pytest_plugins = ["pytester", "elastic_mbs.testing"]
 
+SEED_OPTION = "--hypothesis-seed"
+
 # Sums in one thread come out the same on every machine, and test runs beside each other do not
 # fight for cores.
 torch.set_num_threads(1)
 
-# The first call of an operator, or a neighbour on the machine, takes longer than any deadline that
-# would still mean something.
-settings.register_profile("default", deadline=None)
-# A change is judged by the same examples every time; new ones are looked for at the desk.
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
+# No deadline: the first call of an operator, or a neighbour on the machine, takes longer than any
+# that would still mean something. Derandomized by hypothesis itself where it sees CI: not here,
+# because every run is to look for new examples. What reproduces a failure is printed with it.
+settings.register_profile("elastic_mbs", deadline=None, derandomize=False, print_blob=True)
+settings.load_profile("elastic_mbs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,8 +35,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in the same hook
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw a seed for the examples of a run in CI, unless `--hypothesis-seed` gives one."""
+    if os.environ.get("CI") and config.getoption(SEED_OPTION) is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Print the seed before any test, also under `--quiet`: a run that hangs has shown it then."""
+    seed = session.config.getoption(SEED_OPTION)
+    terminal = session.config.pluginmanager.getplugin("terminalreporter")
+    if seed is not None and terminal is not None:
+        terminal.write_line(f"{SEED_OPTION}={seed}")
+
+
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Starts the same command once more under the simulated CUDA, where that is asked for."""
+    """Start the same command once more under the simulated CUDA, where `--simcuda` is given."""
     if config.getoption("simcuda") and not simcuda.inside():
         problem = simcuda.trouble()
         if problem is not None:
@@ -45,7 +63,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects the tests marked `gpu` where there is no CUDA device."""
+    """Deselect the tests marked `gpu` where there is no CUDA device."""
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -55,10 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before a test that counts a GPU's memory: nothing is cached, and what cuBLAS keeps for good lies in segments of its own.
+    """Empty the cache before a test on a GPU, and give cuBLAS' workspace segments of its own.
 
-    It would otherwise be cut from whatever block the test before has left, and the rest of that
-    block would be room which no limit counts.
+    The workspace stays for good. Cut from a block that the test before has left, it would turn the
+    rest of that block into room that no limit counts.
     """
     if item.get_closest_marker("gpu"):  # cuda-only
         torch.cuda.empty_cache()
@@ -72,8 +90,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_garbage() -> None:
-    """Recovery collects garbage; what has been imported, and what earlier modules have left, need not be looked at each time."""
-    # torch does so at the first checkpoint or optimizer step: 100 000 objects
+    """Freeze the objects of imports and of earlier modules: recovery collects garbage often."""
+    # 100,000 objects, which torch imports at the first checkpoint or optimizer step
     importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, Role, dotted, kind_of, lookup, suffixes, tensors_in
 from elastic_mbs.batch.layout import Cut, Node, where
-from elastic_mbs.controller.partition import Costs
+from elastic_mbs.batch.pieces import Costs
 from elastic_mbs.errors import BatchError, UsageError
 
 Length = str | int | Callable[[Any], Any] | None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_mbs.batch.counts import Counts
-from elastic_mbs.controller.partition import Costs, partition
+from elastic_mbs.batch.pieces import Costs, partition
 
 # of each loss of a piece, by the name of its count; a single loss has the name None
 Weights = Mapping[str | None, float]

@@ -1,1 +1,1 @@
-"""The size of the micro-batch: a pure state machine over sizes, its growth rules and its models of time and memory."""
+"""The controller: it chooses the micro-batch size, by pure rules and models of time and memory."""

@@ -1,4 +1,6 @@
-"""Decides the micro-batch: a state machine over sizes, without a device, a clock or random numbers of its own.
+"""The controller: a state machine that chooses the micro-batch size.
+
+It is pure: the clock, the random numbers and the memory readings are handed to it.
 
 ```
                  patience, memory, time gain, no cooldown
@@ -11,13 +13,20 @@
            └ the largest size that fits in what is left, or half
 ```
 
-Shrinking needs no evidence but the failure; growing needs all of it: `growth.is_due` says when,
-`growth.next_size` how far. A failure is remembered as a ceiling with the capacity seen then, and
-tried again only when that has risen; where a reading shows as much memory as before, at once, but
-only once. There can be several: one seen while a co-tenant was there is lifted when it leaves, and
-an older one, seen with all the memory, counts again. A growth that has lost more time by its
-failure than it had saved starts a cooldown of `cooldown` times the difference: until then sizes are
-chosen as if there were no more memory than at the failure.
+Where to find it: `out_of_memory` shrinks; at the end of a call, `_end_clean` may grow, `_end_failed`
+may go back to a larger size, and `_end_thrashing` may shrink. Shrinking needs no evidence but the
+failure. Growing needs all of it: `growth.is_due` says when, `growth.next_size` how far.
+
+A failure is remembered as a ceiling, with the capacity seen then, and tried again only when the
+capacity has risen. There can be several ceilings: one seen while a co-tenant was there is lifted
+when it leaves, and an older one, seen with all the memory, counts again. Where a reading after the
+failure shows as much memory as before, the size comes back at once, but only once.
+
+A failed growth that cost more time than it had saved starts a cooldown of `cooldown` times the
+difference. Until it ends, sizes are chosen as if there were no more memory than at the failure.
+
+With `grow=False` only the lower arrow is left: failures and thrashing lower the size, and nothing
+raises it.
 """
 
 from __future__ import annotations
@@ -26,12 +35,19 @@ import math
 from collections.abc import Callable
 from random import Random
 
-from elastic_mbs.controller.fit import checked
 from elastic_mbs.controller.growth import Margin, is_due, next_size, size_after_failure
-from elastic_mbs.controller.model import SizeModel
-from elastic_mbs.controller.peak import PeakModel
-from elastic_mbs.controller.plan import CallOutcome, Capacity, Key, Move, Plan, shape_class
+from elastic_mbs.controller.memory_model import MemoryModel
+from elastic_mbs.controller.messages import (
+    CallOutcome,
+    Capacity,
+    Decision,
+    Key,
+    Move,
+    shape_class,
+)
 from elastic_mbs.controller.policy import Limits, Policy
+from elastic_mbs.controller.saved import checked
+from elastic_mbs.controller.size_model import SizeModel
 from elastic_mbs.controller.track import WHOLE, Ceiling, RunningCall, Track, Trial
 from elastic_mbs.errors import UsageError
 
@@ -39,113 +55,148 @@ __all__ = [
     "CallOutcome",
     "Capacity",
     "Controller",
+    "Decision",
     "Key",
     "Limits",
     "Move",
-    "Plan",
     "Policy",
     "shape_class",
 ]
 
-VERSION = 2
+VERSION = 2  # of a saved state
 
 
 class Controller:
-    """(state, what a call has seen) → size in samples.
+    """The micro-batch size of every kind of call.
 
     A call is `begin`, any number of `out_of_memory`, then `end` or `abandon`.
+
+    Args:
+        start: the size to start with, in samples; None for the whole batch.
+        policy: the sizes that are allowed, and the rules of growth.
+        clock: seconds that never go back; the clock of `Capacity.at`.
+        random: draws the jitter.
     """
 
     def __init__(
         self, *, start: int | None, policy: Policy, clock: Callable[[], float], random: Random
     ) -> None:
-        self._start = start  # None: the whole batch
-        self._policy, self._limits = policy, policy.limits
+        self._start = start
+        self._policy = policy
+        self._limits = policy.limits
         self._largest = self._limits.clamp(WHOLE)
-        self._clock = clock  # never goes back; that of `Capacity.at`
-        self._random = random  # draws the jitter
+        self._clock = clock
+        self._random = random
         self._margin = Margin(policy.margin)
         self._tracks: dict[Key, Track] = {}
 
-    def planned(self, key: Key, samples: int, elements: int, memory: PeakModel, size: int) -> None:
-        """Takes over what a plan for such a batch says: the peak by size, and the largest size that fits, or 0 where only trying can show one."""
-        track = self._tracks.get(key) or self._new(key, elements)
+    def planned(
+        self, key: Key, samples: int, elements: int, memory: MemoryModel, size: int
+    ) -> None:
+        """Take over a plan for batches of `samples` samples with `elements` elements each.
+
+        Args:
+            key: the kind of call.
+            samples: length of the batch that was planned.
+            elements: elements per sample.
+            memory: the predicted peak by size.
+            size: the largest size that fits; 0 where only a trial can show one.
+        """
+        track = self._tracks.get(key) or self._new_track(key, elements)
         self._tracks[key] = track
         track.recent.append((samples, elements))
         track.memory = memory
-        # the whole batch is never cut to be aligned
-        start = size if size < samples else samples + self._limits.align - 1
-        self._resize(
-            track, self._limits.clamp(start if self._start is None else min(start, self._start))
-        )
+        if size >= samples:  # the whole batch fits, and is never cut to be aligned
+            size = samples + self._limits.align - 1
+        if self._start is not None:
+            size = min(size, self._start)
+        self._resize(track, self._limits.clamp(size))
 
-    def begin(self, key: Key, samples: int, elements: int) -> Plan:
-        """Opens a call on a batch of so many samples, of so many elements each.
+    # ------------------------------------------------------------------ one call
 
-        A call still open on this track counts as abandoned.
+    def begin(self, key: Key, samples: int, elements: int) -> Decision:
+        """Open a call on a batch of `samples` samples with `elements` elements each.
+
+        A call that is still open on this track is abandoned.
         """
         track = self._tracks.get(key)
         if track is None:
-            track = self._tracks[key] = self._new(key, elements)
+            track = self._tracks[key] = self._new_track(key, elements)
         elif track.call is not None:
             self.abandon(key)
         track.recent.append((samples, elements))
-        size = track.size
-        length = self._limits.longest(samples, size)
-        if track.ceilings and length * elements >= track.ceilings[0].elements:
-            size = min(size, self._limits.clamp((track.ceilings[0].elements - 1) // elements))
-            length = self._limits.longest(samples, size)
+        size, length = self._size_below_ceilings(track, samples, elements)
         known = (
             track.calls >= self._policy.patience
             and length * elements <= track.memory.largest_observed
         )
-        # Peak statistics are the process's: someone else who resets them would be disturbed for
-        # ever, so a few calls without a peak end the attempt.
+        # Measuring resets the peak statistics of the process, which would disturb others who read
+        # them. So it is given up after a few calls in which no peak could be measured.
         learning = (
             self._policy.grow and not known and track.calls_without_peak < self._policy.patience
         )
-        size = min(size, samples)
         track.call = RunningCall(
-            size, track.size, track.epoch, samples, elements, learning, self._clock(), length
+            before=track.size,
+            epoch=track.epoch,
+            samples=samples,
+            elements=elements,
+            learning=learning,
+            began=self._clock(),
+            length=length,
         )
-        return Plan(size, learning, track.wants_reading)
+        return Decision(min(size, samples), learning, track.wants_reading)
+
+    def _size_below_ceilings(self, track: Track, samples: int, elements: int) -> tuple[int, int]:
+        """Return the size for this call, and the length of its longest piece.
+
+        It is below the size of the track where samples are so long that a ceiling would be hit.
+        """
+        size = track.size
+        length = self._limits.longest(samples, size)
+        if track.ceilings and length * elements >= track.ceilings[0].elements:
+            below = (track.ceilings[0].elements - 1) // elements
+            size = min(size, self._limits.clamp(below))
+            length = self._limits.longest(samples, size)
+        return size, length
 
     def holds(self, key: Key, held: int | None) -> None:
-        """Takes the bytes in use outside the call's own needs (None: not known), as a call whose peaks are wanted begins."""
+        """Take the bytes in use outside the call's own needs; None where they are not known.
+
+        Called as a call begins whose peak is to be measured.
+        """
         if held is not None:
             self._running(key)[0].memory.hold(held)
 
     def out_of_memory(self, key: Key, attempted: int, capacity: Capacity | None) -> int | None:
-        """Remembers the failure of a piece of `attempted` samples; returns the smaller size to go on with, or None where it cannot be cut further.
+        """Record the failure of a piece, and return the smaller size to go on with.
 
-        `capacity` is a reading made after the failure; None where there is none yet.
+        Args:
+            key: the kind of call.
+            attempted: samples of the piece.
+            capacity: a reading made after the failure; None where there is none yet.
+
+        Returns:
+            The size, or None where the piece cannot be cut further.
         """
         track, call = self._running(key)
         fitting = None
         if capacity is not None and not call.ooms:
-            fitting = size_after_failure(
-                track, call, attempted, self._limits, self._margin.budget(track, capacity)
-            )
+            budget = self._margin.budget(track, capacity)
+            fitting = size_after_failure(track, call, attempted, self._limits, budget)
         self._margin.follow(capacity)
         after = min(track.size, self._limits.clamp(fitting or attempted // 2))
-        failed_trial, failed = self._failed(track, attempted * call.elements, capacity)
+        failed_trial, failed = self._record_failure(track, attempted * call.elements, capacity)
         if failed_trial is not None and fitting is not None and after < failed_trial.before:
-            failed_trial = None  # what it grew from would have failed, too
+            failed_trial = None  # the size that it grew from would have failed, too
         self._resize(track, after)
-        call.size = after
         call.ooms += 1
         if call.ooms == 1:
-            call.failed_trial, call.failed = failed_trial, failed
+            call.failed_trial = failed_trial
+            call.failed = failed
         return after if self._limits.pieces(attempted, after) > 1 else None
 
-    def needs_less(self, key: Key) -> None:
-        """Calls of this name and mode need less memory from now on, and more time: what was measured, what failed and what is proven is void."""
-        for other, track in self._tracks.items():
-            if (other.name, other.mode) == (key.name, key.mode):
-                track.forget()
-
     def end(self, key: Key, outcome: CallOutcome, capacity: Capacity | None) -> Move | None:
-        """A whole call has finished: the boundary at which the size can grow."""
+        """Close a call that has finished, and return the change of size that follows, if any."""
         track, call = self._running(key)
         if capacity is not None and track.ceilings:
             track.explain_ceilings(capacity, self._policy.changed)
@@ -156,34 +207,51 @@ class Controller:
         track.call = None
         self._measure(track, call, outcome)
         if outcome.retries:
-            return self._end_thrashing(track, call, call.length, capacity)
-        return self._end_clean(track, call, call.length * call.elements, capacity)
-
-    def timed(self, key: Key, outcome: CallOutcome) -> None:
-        """The time of an earlier call has become known: device events are read when they are done, never waited for."""
-        track = self._tracks.get(key)
-        if track is not None and not outcome.ooms:
-            self._time(track, outcome)
+            return self._end_thrashing(track, call, capacity)
+        return self._end_clean(track, call, capacity)
 
     def abandon(self, key: Key) -> None:
-        """The call ended by an exception: what it learned about failures stays, its measurements do not count."""
+        """Close a call that ended by an exception.
+
+        Its failures stay known; its measurements do not count.
+        """
         track = self._tracks.get(key)
         if track is not None and track.call is not None:
             call, track.call = track.call, None
             if call.ooms:
                 self._end_failed(track, call, self._clock() - call.began)
 
+    def timed(self, key: Key, outcome: CallOutcome) -> None:
+        """Take the time of an earlier call, once it is known.
+
+        Device events are read when they are done, and never waited for.
+        """
+        track = self._tracks.get(key)
+        if track is not None and not outcome.ooms:
+            self._measure_time(track, outcome)
+
+    def needs_less(self, key: Key) -> None:
+        """Forget the measurements of all calls of this name and mode, in every shape class.
+
+        They need less memory from now on, and more time: an escalation was chosen.
+        """
+        for other, track in self._tracks.items():
+            if (other.name, other.mode) == (key.name, key.mode):
+                track.forget()
+
+    # ------------------------------------------------------------------ what is known
+
     def time(self, key: Key) -> tuple[float, float] | None:
-        """γ, in seconds per element, and δ, in seconds per piece, where calls have shown them."""
+        """Return γ in seconds per element and δ in seconds per piece; None while unknown."""
         track = self._tracks.get(key)
         return None if track is None else track.time.coefficients()
 
     def models(self) -> dict[str, SizeModel]:
-        """What is known of each kind of call, by its key."""
+        """Return the size model of each kind of call, by its key."""
         return {str(key): SizeModel.of(track) for key, track in self._tracks.items()}
 
     def state_dict(self) -> dict[str, object]:
-        """What was learned (sizes, ceilings, fits, what is left of cooldowns), as JSON."""
+        """Return everything learned (sizes, ceilings, fits, rests of cooldowns), as JSON."""
         now = self._clock()
         return {
             "version": VERSION,
@@ -193,9 +261,10 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Takes over what another controller has learned; present limits win over saved sizes.
+        """Take over the state of another controller; present limits win over saved sizes.
 
-        After a UsageError nothing has changed.
+        Raises:
+            UsageError: the state is malformed or of another version; nothing has changed.
         """
         version = state.get("version") if isinstance(state, dict) else state
         if version != VERSION:
@@ -213,10 +282,14 @@ class Controller:
     def _restored(self, row: dict[str, object]) -> tuple[Key, Track]:
         key = Key(checked(row["name"], str), checked(row["mode"], str), checked(row["shape"], int))
         track = Track.restored(row, self._clock())
-        if self._start is not None and not self._policy.grow:
-            track.size = min(track.size, self._start)
+        if not self._policy.grow:
+            track.trial = None  # its failure would bring the size before it back
+            if self._start is not None:
+                track.size = min(track.size, self._start)
         track.size = self._limits.clamp(track.size)
         return key, track
+
+    # ------------------------------------------------------------------ tracks
 
     def _running(self, key: Key) -> tuple[Track, RunningCall]:
         track = self._tracks.get(key)
@@ -224,7 +297,8 @@ class Controller:
             raise UsageError(f"no call of {key} is running: begin() comes first")
         return track, track.call
 
-    def _new(self, key: Key, elements: int) -> Track:
+    def _new_track(self, key: Key, elements: int) -> Track:
+        """Make a track: it starts as large, in elements, as the one of the nearest shape class."""
         known = [
             (k, t) for k, t in self._tracks.items() if (k.name, k.mode) == (key.name, key.mode)
         ]
@@ -243,12 +317,6 @@ class Controller:
         patience = self._policy.patience
         return patience + self._random.randint(0, math.ceil(patience * self._policy.jitter))
 
-    def _cooldown(self, lost: float) -> float:
-        """When as much time has run as justifies to lose so many seconds."""
-        return self._clock() + self._policy.cooldown * lost * (
-            1 + self._random.uniform(0, self._policy.jitter)
-        )
-
     def _resize(self, track: Track, size: int) -> None:
         if size != track.size:
             track.resize(size, self._clock(), self._patience())
@@ -258,8 +326,13 @@ class Controller:
         self._resize(track, after)
         return move
 
+    # ------------------------------------------------------------------ measurements
+
     def _measure(self, track: Track, call: RunningCall, outcome: CallOutcome) -> None:
-        """Feeds the fits with a call that did not fail; after a failure peak and time are those of the failed attempt too."""
+        """Feed the fits with a call that did not fail.
+
+        After a failure, peak and time would be those of the failed attempt, too.
+        """
         track.calls += 1
         if outcome.peak is not None:
             track.memory.add(call.length * call.elements, outcome.peak, first=outcome.fresh)
@@ -267,114 +340,124 @@ class Controller:
         elif call.learning:
             track.calls_without_peak += 1
         if 1 <= outcome.fragmentation != track.fragmentation:
-            # What was cached before can be of no use to this size, or of all: what is known stays
-            # as it is between the two.
+            # The allocator's cache from before the call may have served this size or not, so only
+            # bounds are known. Between them, the old value stays.
             least = outcome.least_fragmentation or outcome.fragmentation
             track.fragmentation = min(max(track.fragmentation, least), outcome.fragmentation)
-        self._time(track, outcome)
+        self._measure_time(track, outcome)
 
-    def _time(self, track: Track, outcome: CallOutcome) -> None:
-        pieces, seconds = outcome.pieces, outcome.seconds
+    def _measure_time(self, track: Track, outcome: CallOutcome) -> None:
+        pieces = outcome.pieces
+        seconds = outcome.seconds
         if pieces and seconds is not None and 0 < seconds < math.inf and not outcome.retries:
             track.time.add(round(outcome.samples * outcome.elements / pieces), seconds / pieces)
 
-    def _failed(
+    # ------------------------------------------------------------------ failures
+
+    def _record_failure(
         self, track: Track, elements: int, capacity: Capacity | None
     ) -> tuple[Trial | None, Ceiling]:
-        """Remembers a failure at so many elements, with a reading made after it; returns the growth that has failed by it, and the failure."""
-        failed = (
-            track.trial if track.trial is not None and elements > track.trial.elements else None
-        )
-        track.trial = None
+        """Record a failure at this many elements, with a reading made after it, as a ceiling.
+
+        Returns:
+            The growth that the failure has ended, if any, and the ceiling.
+        """
+        trial, track.trial = track.trial, None
+        failed = trial if trial is not None and elements > trial.elements else None
         limit = elements - 1
         if failed is not None and failed.calls:
-            limit, track.proven = failed.elements, None
-        proven = (
-            track.proven[1] if track.proven is not None and track.proven[0] >= elements else None
-        )
+            limit = failed.elements
+            track.proven = None
+        proven = None
+        if track.proven is not None and track.proven[0] >= elements:
+            proven = track.proven[1]
         ceiling = Ceiling(elements, limit, self._clock(), proven)
         if capacity is not None:
             ceiling.explain(capacity, self._policy.changed)
         track.add_ceiling(ceiling)
         return failed, ceiling
 
-    def _lost(
+    def _record_loss(
         self, track: Track, lost: float, since: float, trial: Trial | None, elements: int
     ) -> None:
-        """Failures since then have lost so many seconds, that of a growth to so many elements first where there was one."""
+        """Record the seconds that the failures since a time have cost.
+
+        Where they ended a growth to this many elements (`trial`), a cooldown makes up for the
+        seconds that the growth had not saved before.
+        """
         for ceiling in track.ceilings:
             if ceiling.at >= since:
                 ceiling.lost = lost
-        if (
-            trial is not None
-            and (net := lost - track.time.saved(trial.run, trial.elements, elements)) > 0
-        ):
-            track.cooldown_until = max(track.cooldown_until, self._cooldown(net))
+        if trial is None:
+            return
+        net = lost - track.time.saved(trial.run, trial.elements, elements)
+        if net > 0:
+            track.cooldown_until = max(track.cooldown_until, self._cooldown_end(net))
+
+    def _cooldown_end(self, lost: float) -> float:
+        """Return the time at which another loss of this many seconds is acceptable."""
+        jitter = 1 + self._random.uniform(0, self._policy.jitter)
+        return self._clock() + self._policy.cooldown * lost * jitter
 
     def _end_failed(self, track: Track, call: RunningCall, lost: float) -> Move | None:
-        """After one failure of a growth the size goes back to the one before, and after one that memory does not explain to what it was, once.
+        """Close a call with failures; its size may come back after a single one.
 
-        After any other failure it stays where that has left it.
+        After the failure of a growth the size goes back to the one before it. After a failure that
+        memory does not explain, the size that failed is tried once more. In all other cases, and
+        with `grow=False`, the size stays where the failures have left it.
         """
         track.call = None
         track.clean = track.calls_with_retries = 0
-        trial, first = call.failed_trial, call.failed
+        trial = call.failed_trial
+        first = call.failed
         assert first is not None
-        self._lost(track, lost, call.began, trial, first.elements)
-        if call.ooms > 1:  # memory has changed
+        self._record_loss(track, lost, call.began, trial, first.elements)
+        if call.ooms > 1 or not self._policy.grow:  # several: memory has changed
             return None
         if trial is not None and trial.calls:
             return self._move(track, trial.before, "limit") if trial.before > track.size else None
         if not first.is_spike or track.size >= call.before:
             return None
-        track.ceilings.remove(first)
-        track.trial = Trial(
-            track.size,
-            self._limits.longest(call.samples, track.size) * call.elements,
-            self._policy.patience,
-        )
+        track.drop_ceiling(first)
+        length = self._limits.longest(call.samples, track.size)
+        track.trial = Trial(track.size, length * call.elements, self._policy.patience)
         return self._move(track, call.before, "grow")
 
     def _end_thrashing(
-        self, track: Track, call: RunningCall, length: int, capacity: Capacity | None
+        self, track: Track, call: RunningCall, capacity: Capacity | None
     ) -> Move | None:
-        """Several calls in a row in which the allocator had to retry count as a failure."""
+        """Close a call in which the allocator had to retry; several in a row are a failure."""
         track.clean = 0
         track.calls_with_retries += 1
         if track.calls_with_retries < self._policy.thrash_calls:
             return None
         track.calls_with_retries = 0
-        after = min(track.size, self._limits.clamp(length // 2))
-        if self._limits.pieces(length, after) == 1:
+        after = min(track.size, self._limits.clamp(call.length // 2))
+        if self._limits.pieces(call.length, after) == 1:
             return None
-        trial, _ = self._failed(track, length * call.elements, capacity)
-        self._lost(
-            track,
-            self._policy.thrash_calls * (self._clock() - call.began),
-            call.began,
-            trial,
-            length * call.elements,
-        )
-        return self._move(
-            track, after if trial is None or not trial.calls else trial.before, "thrash"
-        )
+        elements = call.length * call.elements
+        trial, _ = self._record_failure(track, elements, capacity)
+        lost = self._policy.thrash_calls * (self._clock() - call.began)
+        self._record_loss(track, lost, call.began, trial, elements)
+        if trial is not None and trial.calls:
+            after = trial.before
+        return self._move(track, after, "thrash")
 
-    def _end_clean(
-        self, track: Track, call: RunningCall, elements: int, capacity: Capacity | None
-    ) -> Move | None:
-        track.passed(elements, call.samples * call.elements, capacity)
+    # ------------------------------------------------------------------ growth
+
+    def _end_clean(self, track: Track, call: RunningCall, capacity: Capacity | None) -> Move | None:
+        """Close a call without a failure; the size may grow."""
+        track.passed(call.length * call.elements, call.samples * call.elements, capacity)
         track.calls_with_retries = 0
         if call.epoch != track.epoch:
             return None
         track.clean += 1
         now = self._clock()
         if capacity is not None and now < track.cooldown_until:
-            capacity = track.without_growth(capacity)
-        if (
-            capacity is None
-            or track.size >= min(call.samples, self._largest)
-            or not is_due(track, self._limits, self._policy, capacity)
-        ):
+            capacity = track.capacity_in_cooldown(capacity)
+        if capacity is None or track.size >= min(call.samples, self._largest):
+            return None
+        if not is_due(track, self._limits, self._policy, capacity):
             return None
         track.wants_reading = True
         if capacity.at <= track.decided_at:
@@ -383,9 +466,8 @@ class Controller:
         samples, elements = track.expected()
         present = self._limits.longest(samples, track.size) * elements
         track.lift_ceilings(capacity, present, self._policy, now)
-        after = next_size(
-            track, self._limits, self._policy, capacity, self._margin.budget(track, capacity)
-        )
+        budget = self._margin.budget(track, capacity)
+        after = next_size(track, self._limits, self._policy, capacity, budget)
         if after is None:
             return None
         track.trial = Trial(track.size, present, self._policy.patience)

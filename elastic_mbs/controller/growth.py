@@ -1,25 +1,31 @@
-"""When a size grows, and how far, and what a failure leaves: always the smallest size for its number of pieces, so that there are few shapes."""
+"""The rules of growth: when a size grows, how far, and what is left of it after a failure.
+
+A size is always the smallest for its number of pieces, so that a run has few shapes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 
-from elastic_mbs.controller.partition import smallest_size
-from elastic_mbs.controller.plan import Capacity
+from elastic_mbs.batch.pieces import smallest_size
+from elastic_mbs.controller.messages import Capacity
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.controller.track import RunningCall, Track
+from elastic_mbs.controller.track import Ceiling, RunningCall, Track
 
-# while one size only was measured, the next one must be this much larger, or noise would decide the
-# slope between them
+# With one size measured, the next one is larger by at least this factor: else noise would decide
+# the slope between them.
 EXPLORE = 1.0625
 
 
 class Margin:
-    """The fraction of the capacity that stays free: where bytes are counted, as much as readings have fallen lately from one to the next.
+    """The fraction of the capacity that stays free.
+
+    Where the allocator reserves no more than it hands out, it is the largest recent fall from one
+    reading to the next, and at least `LEAST`.
 
     Args:
-        most: of it. A larger fall is a co-tenant's visit, which no margin covers.
+        most: the largest margin. A larger fall is a co-tenant's visit, which no margin covers.
     """
 
     LEAST = 0.01
@@ -31,7 +37,7 @@ class Margin:
         self._last: Capacity | None = None
 
     def follow(self, capacity: Capacity | None) -> None:
-        """Takes a reading; one that was taken before says nothing new."""
+        """Take a reading; one that is not newer than the last changes nothing."""
         last = self._last
         if capacity is None or (last is not None and capacity.at <= last.at):
             return
@@ -41,17 +47,18 @@ class Margin:
         self._last = capacity
 
     def budget(self, track: Track, capacity: Capacity) -> float:
-        """Bytes that the peak allocation can reach: the margin stays free, and the allocator reserves more than it hands out."""
+        """Return the bytes that the peak allocation may reach."""
         margin = min(self._most, max(self.LEAST, *self._falls, 0.0))
-        if track.fragmentation > 1:  # it reserves in blocks, and the next piece can need one more
+        if track.fragmentation > 1:  # blocks are reserved, and the next piece can need one more
             margin = self._most
         return capacity.bytes * (1 - margin) / track.fragmentation
 
 
 def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> bool:
-    """When: after `patience` clean calls at this size.
+    """Return True after enough clean calls at this size.
 
-    One call and the jitter are enough where a larger size is proven, or was measured.
+    Enough are `patience` calls; or one call and the jitter, where a larger size is proven or was
+    measured.
     """
     if not policy.grow:
         return False
@@ -59,100 +66,116 @@ def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> 
         return True
     samples, elements = track.expected()
     known = max(track.proven_with(capacity, policy.changed), track.memory.largest_observed)
-    return (
-        known > limits.longest(samples, track.size) * elements
-        and track.clean >= track.patience - policy.patience + 1
-    )
+    jitter = track.patience - policy.patience
+    return known > limits.longest(samples, track.size) * elements and track.clean > jitter
 
 
 def next_size(
     track: Track, limits: Limits, policy: Policy, capacity: Capacity, available: float
 ) -> int | None:
-    """How far: the size to grow to, in samples, or None when the present one is the best that is known to be possible.
+    """Return the size to grow to, in samples; None where no larger size is known to be better.
 
-    At most the double (any, where the peak is planned), below the ceilings, with a peak that is
-    predicted to fit; or at once to what has run clean with as much memory. Fewer pieces than now,
-    and a gain of time not known to be too small. `available` bytes are what the peak can reach.
+    The new size is below the ceilings. It is one whose peak is predicted to fit in `available`
+    bytes, at most `STRIDE` times the present size; or one that has run clean with this capacity.
+    It needs fewer pieces than the present one, and saves at least `min_gain` of the time, where
+    the time is known.
     """
-    samples, elements = track.expected()  # a size must fit for all recent calls
+    samples, elements = track.expected()  # the size must fit for all recent calls
     count = limits.pieces(samples, track.size)
     if count == 1:
         return None
-    present = limits.longest(samples, track.size)
-    far = (
-        track.memory.STRIDE * present
-        if track.clean >= track.patience
-        else track.memory.largest_observed // elements
-    )
-    room, proven = (
-        limits.clamp(far),
-        limits.clamp(track.proven_with(capacity, policy.changed) // elements),
-    )
-    # the one that binds most
     ceiling = min(track.ceilings, key=lambda each: (each.limit, each.elements), default=None)
-    if ceiling is not None:
-        room, proven = (min(size, ceiling.limit // elements) for size in (room, proven))
-    least = smallest_size(samples, count - 1, align=limits.align)
-    room = max(proven, _room_in_memory(track, limits, samples, elements, available, least, room))
+    below = limits.clamp(_furthest(track, limits) // elements)
+    proven = limits.clamp(track.proven_with(capacity, policy.changed) // elements)
+    if ceiling is not None:  # the one that binds most
+        below = min(below, ceiling.limit // elements)
+        proven = min(proven, ceiling.limit // elements)
+    room = max(proven, _room_in_memory(track, limits, available, below))
     if room <= track.size or limits.pieces(samples, room) >= count:
         return None
     fewest = limits.pieces(samples, room)
     gain = track.time.gain(samples * elements / count, samples * elements / fewest)
     if gain is not None and gain < policy.min_gain:
         return None
-    # sizes between the last good one and this one are still open
-    if ceiling is not None and ceiling.limit == ceiling.elements - 1:
-        middle = max(proven, (present * elements + ceiling.elements) // 2 // elements)
-        fewest = max(fewest, min(limits.pieces(samples, middle), count - 1))
+    if ceiling is not None:
+        fewest = max(fewest, _pieces_halfway(track, limits, ceiling, proven))
     target = smallest_size(samples, fewest, align=limits.align)
     return target if track.size < target <= room else None
+
+
+def _furthest(track: Track, limits: Limits) -> int:
+    """Return the most elements that a growth may reach at once, by the patience so far."""
+    if track.clean < track.patience:  # only back to a size that is known
+        return track.memory.largest_observed
+    samples, elements = track.expected()
+    return track.memory.STRIDE * limits.longest(samples, track.size) * elements
+
+
+def _pieces_halfway(track: Track, limits: Limits, ceiling: Ceiling, proven: int) -> int:
+    """Return the fewest pieces that bisection allows: half-way from this size to the ceiling.
+
+    After a failed growth nothing is left to bisect: the ceiling's limit is the size before it.
+    """
+    if ceiling.limit != ceiling.elements - 1:
+        return 1
+    samples, elements = track.expected()
+    present = limits.longest(samples, track.size) * elements
+    middle = max(proven, (present + ceiling.elements) // 2 // elements)
+    return min(limits.pieces(samples, middle), limits.pieces(samples, track.size) - 1)
 
 
 def size_after_failure(
     track: Track, call: RunningCall, attempted: int, limits: Limits, available: float
 ) -> int | None:
-    """The largest size that is predicted to fit in `available` bytes, where so few explain the failure of `attempted` samples; else None."""
+    """Return the largest size predicted to fit in `available` bytes after a failure.
+
+    None where the prediction does not explain the failure of `attempted` samples, or no size fits.
+    """
     most = attempted * call.elements
     if track.memory.predict(most) is None or track.memory.fits(most, available):
         return None
     room = track.memory.largest(available, most - 1) // call.elements
-    return (
-        smallest_size(call.samples, limits.pieces(call.samples, room), align=limits.align)
-        if room >= limits.floor
-        else None
-    )
+    if room < limits.floor:
+        return None
+    return smallest_size(call.samples, limits.pieces(call.samples, room), align=limits.align)
 
 
-def _room_in_memory(
-    track: Track,
-    limits: Limits,
-    samples: int,
-    elements: int,
-    available: float,
-    least: int,
-    room: int,
-) -> int:
-    """The largest size from `least` up to `room` whose peak is predicted to fit in `available` bytes; 0 if none."""
-    memory, measured = track.memory, track.memory.largest_observed
-    if memory.slope is not None or 0 < room * elements <= measured:
-        # Asked first, because where memory is what limits the size the answer is no in every call.
-        return (
-            memory.largest(available, room * elements) // elements
-            if memory.fits(least * elements, available)
-            else 0
-        )
+def _room_in_memory(track: Track, limits: Limits, available: float, below: int) -> int:
+    """Return the largest size up to `below` that is expected to fit; 0 if none is.
+
+    Sizes with as many pieces as the present one do not count.
+    """
+    samples, elements = track.expected()
+    memory = track.memory
+    measured = memory.largest_observed
+    if memory.slope is not None or 0 < below * elements <= measured:
+        fewer = limits.pieces(samples, track.size) - 1
+        least = smallest_size(samples, fewer, align=limits.align)
+        # Asked first, because where memory limits the size the answer is no in every call.
+        if not memory.fits(least * elements, available):
+            return 0
+        return memory.largest(available, below * elements) // elements
     if not measured:
-        return 0 if track.ceilings else room
-    # One size measured: a peak proportional to the size is an upper bound while the curve is a
-    # line. Where that allows no growth, but the measured peak fits, the smallest step that gives a
-    # slope is tried: at worst it costs one failure.
-    peak = memory.predict(measured) or 0.0
+        return 0 if track.ceilings else below
+    return _first_step(track, limits, available, below)
+
+
+def _first_step(track: Track, limits: Limits, available: float, below: int) -> int:
+    """Return the size to grow to where only one size was measured; 0 for none.
+
+    While the curve is a line, a peak proportional to the size is an upper bound. Where that allows
+    no growth, but the measured peak fits, the smallest step that gives a slope is tried: at worst
+    it costs one failure.
+    """
+    samples, elements = track.expected()
+    measured = track.memory.largest_observed
+    peak = track.memory.predict(measured) or 0.0
     if peak > available:
         return 0
     present = limits.longest(samples, track.size)
     count = limits.pieces(samples, present)
-    by_proportion = int(measured * available / peak) // elements if peak else room
-    if by_proportion > present and limits.pieces(samples, by_proportion) < count:
-        return min(room, by_proportion)
+    proportional = int(measured * available / peak) // elements if peak else below
+    if proportional > present and limits.pieces(samples, proportional) < count:
+        return min(below, proportional)
     fewer = limits.pieces(samples, math.ceil(EXPLORE * present))
-    return min(room, smallest_size(samples, min(count - 1, fewer), align=limits.align))
+    return min(below, smallest_size(samples, min(count - 1, fewer), align=limits.align))

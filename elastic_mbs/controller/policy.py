@@ -1,19 +1,19 @@
-"""What the user allows, and how eager the controller is: two frozen values, checked when they are made."""
+"""The sizes that the user allows, and the rules of growth: frozen, checked when they are made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_mbs.controller.partition import aligned, longest, piece_count
+from elastic_mbs.batch.pieces import aligned, longest, piece_count
 from elastic_mbs.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that are allowed, in samples."""
+    """The micro-batch sizes that are allowed, in samples."""
 
     minimum: int = 1  # no micro-batch is smaller, unless the batch is
-    maximum: int | None = None  # none is larger
+    maximum: int | None = None  # no micro-batch is larger
     align: int = 1  # sizes are multiples of it
 
     @property
@@ -22,15 +22,15 @@ class Limits:
         return -(-self.minimum // self.align) * self.align
 
     def pieces(self, samples: int, size: int) -> int:
-        """How many pieces of up to `size` a batch of so many samples is cut into."""
+        """Return the number of pieces of up to `size` samples that a batch is cut into."""
         return piece_count(samples, size, minimum=self.minimum, align=self.align)
 
     def longest(self, samples: int, size: int) -> int:
-        """Length of the longest of these pieces."""
+        """Return the length of the longest of these pieces."""
         return longest(samples, size, minimum=self.minimum, align=self.align)
 
     def clamp(self, size: int) -> int:
-        """`size` aligned and brought between floor and maximum."""
+        """Return `size`, aligned and brought between the floor and the maximum."""
         if self.maximum is not None:
             size = min(size, self.maximum)
         return max(self.floor, aligned(size, self.align))
@@ -38,31 +38,31 @@ class Limits:
 
 @dataclass(frozen=True)
 class Policy:
-    """Which micro-batch sizes are allowed, and how eager the controller is to raise the size.
+    """The micro-batch sizes that are allowed, and the rules by which the size grows.
 
     Attributes:
-        min_micro_batch_size: no micro-batch is smaller, in samples (unless the batch is). None: 1,
-            or 2 where the model has BatchNorm: one sample has no statistics.
-        max_micro_batch_size: none is larger.
-        align: sizes are multiples of it (the last piece takes the rest), and of the groups of a
-            model with `recipes.GhostBatchNorm2d`.
-        grow: whether the size can rise after it has settled.
-        seed: seed of the jitter; None draws one from the clock, so that two processes differ.
-        patience: clean calls at one size before it can grow; one is enough for a size that has run
-            clean with as much memory before.
-        jitter: patience and cooldown are longer by up to this fraction, drawn at random, so that
-            two processes on one device do not act in step.
-        margin: fraction of the capacity that is kept free; less, down to 0.01, where each byte is
-            counted (no allocator reserves more) and readings hardly fall from one to the next.
-        min_gain: smallest saving of step time worth a change of size, as a fraction.
-        cooldown: for so many times the seconds that a growth has lost by its failure nothing grows
-            beyond what the memory seen then allows: such failures cost at most 1/cooldown of the
-            time that is run.
-        thrash_calls: calls in a row with allocator retries that count as a failure.
-        changed: fraction by which capacity must rise to count as changed evidence.
+        min_micro_batch_size: no micro-batch is smaller, in samples, unless the batch is. None: 1,
+            or 2 where the model has BatchNorm, because one sample has no statistics.
+        max_micro_batch_size: no micro-batch is larger, in samples. None: no limit.
+        align: sizes are multiples of it; the last piece takes the rest. With
+            `recipes.GhostBatchNorm2d` in the model they are multiples of its groups, too.
+        grow: False: the size never rises. A failure lowers it, and nothing in training raises it
+            again. Only the user does, with `ElasticMBS.plan` or `ElasticMBS.load_state_dict`.
+        seed: seed of the jitter. None: drawn from the clock, so that two processes differ.
+        patience: clean calls at one size before it may grow. One is enough to go back to a size
+            that has run clean with the memory that is there now.
+        jitter: patience and cooldown are lengthened at random by up to this fraction, so that two
+            processes on one device do not act in step.
+        margin: fraction of the capacity that stays free. It shrinks to 0.01 when usage is exact
+            (no allocator reserves more) and readings are stable.
+        min_gain: smallest saving of step time that is worth a change of size, as a fraction.
+        cooldown: after a failed growth that cost t seconds, do not grow beyond the memory seen
+            then for cooldown × t seconds. Failed growths cost at most 1/cooldown of the time.
+        thrash_calls: consecutive calls with allocator retries that count as a failure.
+        changed: fraction by which the capacity must rise before a size that failed is tried again.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     min_micro_batch_size: int | None = None
@@ -79,34 +79,35 @@ class Policy:
     changed: float = 0.05
 
     def __post_init__(self) -> None:
-        for name in (
-            "min_micro_batch_size",
-            "max_micro_batch_size",
-            "align",
-            "patience",
-            "thrash_calls",
-        ):
-            value, optional = getattr(self, name), name.endswith("_micro_batch_size")
-            if not (type(value) is int and value >= 1) and not (value is None and optional):
-                raise UsageError(
-                    f"{name}={value!r} must be {'None or ' if optional else ''}a whole number of "
-                    "at least 1"
-                )
+        for name in ("min_micro_batch_size", "max_micro_batch_size"):
+            _check_whole(name, getattr(self, name), optional=True)
+        for name in ("align", "patience", "thrash_calls"):
+            _check_whole(name, getattr(self, name))
         for name in ("jitter", "margin", "min_gain", "cooldown", "changed"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"{name}={getattr(self, name)} must not be negative")
-        limits = self.limits
-        if limits.maximum is not None and limits.maximum < limits.floor:
-            least = f"min_micro_batch_size={limits.minimum}, rounded up to a multiple of align={limits.align}, which is {limits.floor}"
-            raise UsageError(
-                f"max_micro_batch_size={limits.maximum} leaves no size: it must be at least {least}"
-            )
+            value = getattr(self, name)
+            if not value >= 0:  # NaN is refused, too
+                raise UsageError(f"{name}={value} must not be negative")
         if not self.margin < 1:
             raise UsageError(
                 f"margin={self.margin} leaves no memory: it is a fraction of the capacity, below 1"
+            )
+        limits = self.limits
+        if limits.maximum is not None and limits.maximum < limits.floor:
+            raise UsageError(
+                f"max_micro_batch_size={limits.maximum} leaves no size: it must be at least "
+                f"min_micro_batch_size={limits.minimum}, rounded up to a multiple of "
+                f"align={limits.align}, which is {limits.floor}"
             )
 
     @property
     def limits(self) -> Limits:
         """The sizes that are allowed."""
         return Limits(self.min_micro_batch_size or 1, self.max_micro_batch_size, self.align)
+
+
+def _check_whole(name: str, value: object, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if type(value) is not int or value < 1:
+        kind = "None or a whole number" if optional else "a whole number"
+        raise UsageError(f"{name}={value!r} must be {kind} of at least 1")

@@ -79,7 +79,7 @@ class Call:
             self.parts = parts_of(resources, knowledge, batch)
             self.passes = passes(self.parts)
             self._pass = self.passes.first
-            if self.parts.plan.wants_reading and not batch.training:
+            if self.parts.decision.wants_reading and not batch.training:
                 # A training call asks when its first backward begins.
                 resources.monitor.request_reading(rested=True)
             running.enter_call(self)
@@ -234,7 +234,7 @@ class Call:
         gradients = parts.gradients
         gradients.check_before(first=parts.progress.untouched)
         weight = self._weigh(attempt, value)
-        if parts.plan.wants_reading and not parts.progress.committed:
+        if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.
             self.resources.monitor.request_reading(rested=True)
         # Without a graph, the terms that have one have no counts in this piece.

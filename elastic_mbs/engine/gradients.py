@@ -295,7 +295,7 @@ class CallGradients:
         self._profile.learn_commits(len(committed), _census(attempt).custom)
         for leaf in committed:
             if has_hook(leaf):
-                resources.warn_once(
+                resources.warn(
                     "tensor-hook",
                     f"{resources.model.name_of(leaf)} has a hook on its gradient, which runs once "
                     "per micro-batch: it must be linear (no clamp, no norm) for the gradient to "

@@ -16,7 +16,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.batch.transfer import Loader
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.plan import Key, Plan, shape_class
+from elastic_mbs.controller.messages import Decision, Key, shape_class
 from elastic_mbs.engine.edits import BatchEdits
 from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.hooks import AttemptHooks
@@ -63,7 +63,7 @@ class CallParts:
     profile: LossProfile
     batch: Batch
     key: Key
-    plan: Plan
+    decision: Decision
     progress: Progress
     gradients: CallGradients
     snapshot: Snapshot
@@ -93,7 +93,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     resources.refresh_model()
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
     gradients = CallGradients(resources, profile, training=batch.training)
-    plan = knowledge.controller.begin(key, view.worth, view.elements)
+    decision = knowledge.controller.begin(key, view.worth, view.elements)
     limits = settings.limits
     schedule = Schedule(
         batch.counts,
@@ -102,7 +102,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         align=limits.align,
         costs=view.costs,
     )
-    progress = Progress(schedule, plan.size)
+    progress = Progress(schedule, decision.size)
     loader = Loader(
         view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full
     )
@@ -114,14 +114,14 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         escalated=_escalated(resources, batch, profile),
     )
     full = (leaf for leaf in resources.model.leaves if id(leaf) in gradients.full)
-    report = CallReport(resources, knowledge, profile, view, key, plan, full)
+    report = CallReport(resources, knowledge, profile, view, key, decision, full)
     return CallParts(
         resources=resources,
         knowledge=knowledge,
         profile=profile,
         batch=batch,
         key=key,
-        plan=plan,
+        decision=decision,
         progress=progress,
         gradients=gradients,
         snapshot=snapshot,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.plan import CallOutcome, Key, Plan
+from elastic_mbs.controller.messages import CallOutcome, Decision, Key
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.outcome.timing import Stopwatch, known, memory_figures
@@ -33,7 +33,7 @@ class CallReport:
         profile: LossProfile,
         view: BatchView,
         key: Key,
-        plan: Plan,
+        decision: Decision,
         full: Iterable[torch.Tensor],
     ) -> None:
         """Begin measuring.
@@ -44,7 +44,7 @@ class CallReport:
             profile: the facts about the loss function.
             view: the batch.
             key: the kind of call, by which sizes are kept.
-            plan: the size that the controller gave, and what it wants to learn.
+            decision: the size that the controller gave, and what it wants to learn.
             full: the leaves whose `.grad` was not empty when the call began.
         """
         self._resources = resources
@@ -52,9 +52,9 @@ class CallReport:
         self._profile = profile
         self._view = view
         self._key = key
-        self._plan = plan
+        self._decision = decision
         self._graphs = graphs_made()  # before the call
-        if plan.learning:
+        if decision.learning:
             self._begin_learning(full)
         self._resets = resources.meter.resets  # of the memory statistics, before the call
         self.watch = Stopwatch(resources.asynchronous)
@@ -75,7 +75,7 @@ class CallReport:
 
     def restart_peak(self) -> None:
         """Leave the peak so far out: it says nothing of the rest of the call."""
-        if self._plan.learning:
+        if self._decision.learning:
             self._resources.meter.reset_peak()
             self._resets = self._resources.meter.resets
 
@@ -110,11 +110,11 @@ class CallReport:
     # ------------------------------------------------------------------ for the controller
 
     def _outcome(self, progress: Progress, seconds: float | None, *, fresh: bool) -> CallOutcome:
-        resources, plan = self._resources, self._plan
+        resources, decision = self._resources, self._decision
         # Once a size is learned, only an allocator that can thrash has something to show.
-        usage = resources.meter.usage() if plan.learning or not resources.on_cpu else None
+        usage = resources.meter.usage() if decision.learning or not resources.on_cpu else None
         # Other code can have reset the process's statistics in the meantime.
-        own_peak = plan.learning and resources.meter.resets == self._resets
+        own_peak = decision.learning and resources.meter.resets == self._resets
         return CallOutcome(
             samples=self._view.worth,
             elements=self._view.elements,
@@ -166,7 +166,7 @@ class CallReport:
             mode=self._key.mode,
             samples=self._view.length,
             pieces=len(result.partition),
-            size_before=self._plan.size,
+            size_before=self._decision.size,
             micro_batch_size=result.micro_batch_size,
             ooms=result.ooms,
             replayed_samples=result.replayed_samples,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from elastic_mbs.errors import UnsupportedError
+from elastic_mbs.events import logger
 
 Release = tuple[int, ...]
 
@@ -51,11 +51,13 @@ class Framework:
                 f"tested with ({self.oldest}): "
                 f"pip install '{self.package}>={self.oldest}'"
             )
-        warnings.warn(
-            f"{self.package} {found} is newer than what elastic_mbs was tested with "
-            f"({self.oldest} to {self.newest}); "
-            "compare the first losses with a run without it",
-            stacklevel=3,
+        logger.warning(
+            "%s %s is newer than the versions that elastic_mbs was tested with (%s to %s): compare "
+            "the first losses with a run without it",
+            self.package,
+            found,
+            self.oldest,
+            self.newest,
         )
 
 

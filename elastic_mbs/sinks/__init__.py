@@ -1,11 +1,12 @@
 """Sinks for `on_event`: a textfile for Prometheus, and a TensorBoard writer.
 
-    mbs = ElasticMBS(model, on_event=[PrometheusTextfile("/var/lib/node_exporter/train.prom"),
-    TensorBoard(SummaryWriter())])
+```python
+prometheus = PrometheusTextfile("/var/lib/node_exporter/train.prom")
+mbs = ElasticMBS(model, on_event=[prometheus, TensorBoard(SummaryWriter())])
+```
 
-`PrometheusTextfile` needs `pip install elastic-mbs[prometheus]`. What goes wrong in these sinks is
-logged once in the Python log and never raised into a step; errors in sinks of your own pass
-through.
+`PrometheusTextfile` needs `pip install elastic-mbs[prometheus]`. An error in these sinks is never
+raised into a step: the first one is logged. An error in a sink of your own ends the call.
 """
 
 from elastic_mbs.sinks.prometheus import PrometheusTextfile

@@ -1,35 +1,37 @@
-"""The run log, written and read: one line of JSON per event, for people with `jq`, for `elastic-mbs report` and for `elastic-mbs watch`.
+"""The run log, written and read: one line of JSON per event.
+
+It is made for people with `jq`, for `elastic-mbs report` and for `elastic-mbs watch`.
 
 Schema 1. Every line is an object; a reader ignores fields that it does not know. A header opens
 each run, when its first call begins:
 
     kind        "run"
-    run         id of the run, 12 hexadecimal digits; each line of the run has it, so that runs can
-    share a file, even at the same time schema      1
+    run         id of the run, 12 hexadecimal digits. Each line of the run has it, so that several
+                runs can share a file, even at the same time
+    schema      1
     time        unix seconds
     monotonic   the host's monotonic clock at that moment, in seconds
-    pid, host   the process
-    name        the runtime's name
+    pid, host   of the process
+    name        of the runtime
     versions    {"elastic_mbs": …, "torch": …, "python": …, "cuda": … or null}
     device      "cpu", or "cuda:0 (NVIDIA H200)"
     settings    the arguments of `ElasticMBS` that are numbers and strings
     policy      the fields of `Policy`
 
-It is written again whenever the file is opened again; the first one of a run counts. Then one line
-per event:
+The header is written again whenever the file is opened again; the first one of a run counts. Then
+comes one line per event:
 
     event       class name: "CallDone", "OutOfMemory", "Resized", …
     run         id of its run
     time        unix seconds
-    t           seconds since the run's first header, by the monotonic clock. A `CallDone` has the
-    time at which the call ended, which can be earlier
-                than that of the line before it
+    t           seconds since the run's first header, by the monotonic clock. For a `CallDone` it is
+                the end of the call, which can be earlier than the line before
     level       "DEBUG", "INFO" or "WARNING"
     …           the event's own fields, see `elastic_mbs.events`
 
 Numbers that JSON does not have are the strings "NaN", "Infinity" and "-Infinity"; unknown values
-are null. A line goes to the system in one write, so that a killed process leaves at most one torn
-line, its last; the next run begins a new line, and readers pass over the torn one.
+are null. A line goes to the system in one write, so a killed process leaves at most one torn line,
+its last. The next run begins a new line, and readers pass over the torn one.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone, Event, GuardedSink
 
 SCHEMA = 1
-EMPTY = "there is no line of a run log in it: it was made by ElasticMBS(..., log=...), or it is empty so far"
+EMPTY = (
+    "there is no line of a run log in it: name a file that ElasticMBS(..., log=...) writes, and "
+    "wait for its first call"
+)
 _EVENTS = {
     kind.__name__: kind
     for kind in vars(events).values()
@@ -63,11 +68,11 @@ _EVENTS = {
 class RunLog(GuardedSink):
     """A sink that adds each event to a file as one line of JSON.
 
-    After an error each later event tries again.
+    After an error, each later event tries to write again.
 
     Args:
-        path: the file; it is made when the first call begins, and added to when it exists.
-        describe: gives the header's own fields; called once, when the first header is written.
+        path: the file. It is made when the first call begins; where it exists, lines are added.
+        describe: returns further fields of the header; called once, for the first header.
     """
 
     _file: FileIO | None = None
@@ -77,8 +82,7 @@ class RunLog(GuardedSink):
     ) -> None:
         super().__init__()
         self.path = checked_path(path)
-        # from the system's randomness: the user's streams stay where they are
-        self.run = uuid.uuid4().hex[:12]
+        self.run = uuid.uuid4().hex[:12]  # from the system: the user's random streams stay put
         self._describe = describe
         self._began: tuple[float, float] | None = None  # both clocks, at the first header
         self._header = b""
@@ -100,23 +104,27 @@ class RunLog(GuardedSink):
             file.close()
 
     def _begin(self) -> tuple[float, float]:
+        """Open the file where it is closed; return both clocks at the run's first header."""
         if self._began is None:
             began = time.monotonic(), time.time()
             self._header = header_line(self.run, *began, self._describe())
             self._began = began
         if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
-            self._end()  # deleted: lines would go nowhere
+            self._end()  # the file was deleted: lines would go nowhere
         if self._file is None:
-            self._file = FileIO(self.path, "a+")
-            if os.fstat(self._file.fileno()).st_size:
-                self._file.seek(-1, os.SEEK_END)
-                if self._file.read(1) != b"\n":
-                    self._write(b"\n")  # a killed process has left half a line
-            self._write(self._header)
+            self._open()
         return self._began
 
+    def _open(self) -> None:
+        self._file = FileIO(self.path, "a+")
+        if os.fstat(self._file.fileno()).st_size:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._write(b"\n")  # a killed process has left half a line
+        self._write(self._header)
+
     def _write(self, line: bytes) -> None:
-        """Writes a line at once; where that fails, the next event opens the file again and begins a line of its own."""
+        """Write a line at once; after an error the next event opens the file again."""
         assert self._file is not None
         try:
             written = self._file.write(line)
@@ -128,7 +136,10 @@ class RunLog(GuardedSink):
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a log (the run can change its folder); a UsageError where it cannot be one."""
+    """Return the absolute path of a log; raise a UsageError where no log can be.
+
+    Absolute, because a run can change its working folder.
+    """
     if (
         not isinstance(path, str | os.PathLike)
         or not isinstance(os.fspath(path), str)
@@ -141,15 +152,13 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
             f"log={os.fspath(path)!r}: there is no folder {str(found.parent)!r}; make it first"
         )
     if found.exists() and not found.is_file() and not found.is_char_device():
-        raise UsageError(
-            f"log={os.fspath(path)!r} is {'a folder' if found.is_dir() else 'no ordinary file'}; "
-            "name a file, such as 'run.jsonl'"
-        )
+        kind = "a folder" if found.is_dir() else "no ordinary file"
+        raise UsageError(f"log={os.fspath(path)!r} is {kind}; name a file, such as 'run.jsonl'")
     return found.absolute()
 
 
 def header_line(run: str, monotonic: float, wall: float, about: Mapping[str, object]) -> bytes:
-    """The header of a run that began at these two times, with fields of its own."""
+    """Return the header of a run that began at these two times, with further fields."""
     return _line(
         {
             "kind": "run",
@@ -165,7 +174,7 @@ def header_line(run: str, monotonic: float, wall: float, about: Mapping[str, obj
 
 
 def event_line(event: Event, run: str, at: float, wall: float) -> bytes:
-    """An event that came `at` seconds after its run's header, and at the unix time `wall`."""
+    """Return the line of an event, `at` seconds after its run's header and at unix time `wall`."""
     head = {
         "event": type(event).__name__,
         "run": run,
@@ -193,10 +202,9 @@ def _line(record: Mapping[str, object]) -> bytes:
 class Entry:
     """One event of a run log."""
 
-    # None where this version of the package has no such event, or one with other fields
-    event: Event | None
+    event: Event | None  # None where this version has no such event, or one with other fields
     t: float  # seconds since its run began
-    record: Mapping[str, Any]  # the line's object
+    record: Mapping[str, Any]  # object of the line
 
 
 @dataclass
@@ -204,31 +212,31 @@ class Run:
     """One run of a run log."""
 
     id: str
-    # its first one; empty where the file has none for it
-    header: Mapping[str, Any] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)  # in the file's order
+    header: Mapping[str, Any] = field(default_factory=dict)  # the first one; empty where none is
+    entries: list[Entry] = field(default_factory=list)  # in the order of the file
 
 
 class Reader:
-    """Puts the lines of a run log together to runs; lines can come one by one, as the file grows."""
+    """The runs of a log, put together from its lines as they come."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}  # by id, in the order in which they began
 
     def feed(self, line: bytes) -> Run | None:
-        """Takes one line; returns its run, or None where it is not a whole line of a run log.
+        """Take one line, and return its run; None where it is not a whole line of a run log.
 
-        A UsageError for an unknown schema.
+        Raises:
+            UsageError: the line is a header of an unknown schema.
         """
         try:
             record = json.loads(line)
-            entry = (
-                Entry(_decode(record), float(record["t"]), record) if "event" in record else None
-            )
-            name, schema = str(record["run"]), SCHEMA if entry is not None else record["schema"]
+            is_event = "event" in record
+            entry = Entry(_decode(record), float(record["t"]), record) if is_event else None
+            name = str(record["run"])
+            schema = SCHEMA if is_event else record["schema"]
             float(record["time"])
         except (KeyError, TypeError, ValueError, RecursionError):
-            # a killed process or a full disk has left it unfinished, or it is not ours
+            # left unfinished by a killed process or a full disk, or not ours
             return None
         if schema != SCHEMA:
             raise UsageError(
@@ -244,7 +252,7 @@ class Reader:
 
 
 def read_runs(lines: Iterable[bytes]) -> list[Run]:
-    """The runs of a log, of whose file these are the lines; a UsageError where there is none."""
+    """Return the runs of a log from the lines of its file; a UsageError where there is none."""
     reader = Reader()
     for line in lines:
         reader.feed(line)
@@ -254,7 +262,7 @@ def read_runs(lines: Iterable[bytes]) -> list[Run]:
 
 
 def read_log(path: Path) -> list[Run]:
-    """The runs of a file; a UsageError of one line if it cannot be read."""
+    """Return the runs of a file; a UsageError of one line where it cannot be read."""
     try:
         with path.open("rb") as file:
             return read_runs(file)
@@ -263,11 +271,12 @@ def read_log(path: Path) -> list[Run]:
 
 
 def unreadable(path: Path, error: OSError | UsageError) -> UsageError:
+    """Return the error, in one line, of a file that cannot be read."""
     return UsageError(f"{path}: {getattr(error, 'strerror', None) or error}")
 
 
 def _decode(record: Mapping[str, Any]) -> Event | None:
-    """The event, or None where this version has no such event, or one with other fields."""
+    """Return the event; None where this version has no such event, or one with other fields."""
     try:
         kind = _EVENTS[record["event"]]
         return kind(
@@ -278,12 +287,15 @@ def _decode(record: Mapping[str, Any]) -> Event | None:
             }
         )
     except (KeyError, TypeError):
-        # an unknown name, another type, or a field without a default is missing
-        return None
+        return None  # unknown name, other type, or a field without a default is missing
 
 
 def _checked(value: Any, declared: str) -> Any:
-    """A value of JSON as a field declared so ("int | None") holds it; a TypeError where it cannot."""
+    """Return a JSON value for a field of a declared type, such as "int | None".
+
+    Raises:
+        TypeError: the field cannot hold it.
+    """
     if "float" in declared and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     name = "None" if value is None else type(value).__name__

@@ -1,4 +1,4 @@
-"""A sink that writes to TensorBoard."""
+"""The sink for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ from elastic_mbs.events import CallDone, Event, GuardedSink
 
 
 class TensorBoard(GuardedSink):
-    """Writes scalars and texts to a TensorBoard writer.
+    """A sink that writes scalars and texts to a TensorBoard writer.
 
-    The step is the number of training calls of the event's runtime.
+    The step of each is the number of training calls that the runtime has finished.
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`,
             `add_text` and `flush`. It is not closed.
 
     Raises:
-        UsageError: it has no such methods.
+        UsageError: the writer has no such methods.
     """
 
     def __init__(self, writer: Any) -> None:
         super().__init__()
-        if not all(
-            callable(getattr(writer, method, None))
-            for method in ("add_scalar", "add_text", "flush")
-        ):
+        methods = ("add_scalar", "add_text", "flush")
+        if not all(callable(getattr(writer, method, None)) for method in methods):
             raise UsageError(
                 f"TensorBoard({writer!r}): it has no add_scalar, add_text and flush; give a "
                 "torch.utils.tensorboard.SummaryWriter"
             )
         self._writer = writer
-        self._steps: dict[str, int] = {}
+        self._steps: dict[str, int] = {}  # training calls finished, by the runtime's name
 
     def __repr__(self) -> str:
         return f"TensorBoard({type(self._writer).__name__})"
 
     def _take(self, event: Event) -> None:
-        name, step = event.name, self._steps.get(event.name, 0)
+        name = event.name
+        step = self._steps.get(name, 0)
         if not isinstance(event, CallDone):
             self._writer.add_text(f"{name}/events", event.line(), step)
             return

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from elastic_mbs import ElasticMBS, Policy
-from elastic_mbs.controller.partition import partition
+from elastic_mbs.batch.pieces import partition
 from elastic_mbs.events import format_bytes
 
 from ..console import PASSED, WRONG, Progress, write_figures

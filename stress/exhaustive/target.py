@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
-from elastic_mbs.controller.partition import partition
+from elastic_mbs.batch.pieces import partition
 from elastic_mbs.errors import UsageError
 
 from ..models.factory import make

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from elastic_mbs.controller.partition import longest
+from elastic_mbs.batch.pieces import longest
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify

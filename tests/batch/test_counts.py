@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, MemoryOptions, Warned
 from elastic_mbs.batch.counts import Counts, count_tokens, looks_like_token_labels
+from elastic_mbs.batch.pieces import partition
 from elastic_mbs.batch.reader import first_look
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.partition import partition
 from elastic_mbs.errors import CountError
 from tests.helpers.batches import splits
 

@@ -1,4 +1,4 @@
-"""The controller's rules, one by one, and what it saves; those of growth and of ceilings have a file of their own."""
+"""The controller's rules, one by one, and its saved state; growth has a file of its own."""
 
 import json
 from collections.abc import Callable
@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.controller import Key, Move, Plan, Policy, shape_class
+from elastic_mbs.controller.controller import Decision, Key, Move, Policy, shape_class
 from elastic_mbs.errors import UsageError
 from tests.helpers.controller_driver import KEY, Driver
 
 
 def test_auto_starts_with_the_whole_batch_however_large_the_next_one_is() -> None:
     driver = Driver()
-    assert driver.controller.begin(KEY, 40, 1) == Plan(size=40, learning=True)
+    assert driver.controller.begin(KEY, 40, 1) == Decision(size=40, learning=True)
     driver.controller.abandon(KEY)
     assert driver.clean(40) is None
     assert driver.controller.begin(KEY, 400, 1).size == 400
@@ -26,7 +26,7 @@ def test_auto_starts_with_the_whole_batch_however_large_the_next_one_is() -> Non
 
 
 def test_an_int_starts_there() -> None:
-    assert Driver(9, align=2).controller.begin(KEY, 64, 1) == Plan(size=8, learning=True)
+    assert Driver(9, align=2).controller.begin(KEY, 64, 1) == Decision(size=8, learning=True)
 
 
 def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
@@ -38,6 +38,28 @@ def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
     settling.failing(64)
     assert settling.size() == 32
     assert settling.until_move() == (40, None)
+    settling.failing(32)
+    assert settling.size() == 16, "nor is it tried again where memory does not explain the failure"
+    assert settling.until_move() == (40, None)
+
+
+def test_without_grow_a_loaded_trial_brings_no_size_back() -> None:
+    growing, fixed = Driver(12), Driver(grow=False)
+    growing.until_move()
+    fixed.controller.load_state_dict(growing.controller.state_dict())
+    assert fixed.size() == 22
+    assert fixed.failing(22) == ([11], None)
+    assert growing.failing(22) == ([11], Move(11, 12, "limit"))
+
+
+def test_an_escalation_after_an_unexplained_failure_ends_no_call() -> None:
+    driver = Driver(7, min_micro_batch_size=4)
+    for _ in range(3):
+        driver.clean(7)
+    decision = driver.controller.begin(KEY, 7, 1)
+    assert driver.controller.out_of_memory(KEY, 7, driver.reading()) is None
+    driver.controller.needs_less(KEY)
+    assert driver.finish(decision, 7, 1, KEY, size=4, ooms=1) == Move(4, 7, "grow")
 
 
 @settings(deadline=None, max_examples=200)
@@ -99,9 +121,9 @@ def test_peaks_are_wanted_only_while_a_size_is_learned() -> None:
     driver = Driver(64)
     wanted = []
     for _ in range(8):
-        plan = driver.controller.begin(KEY, 64, 1)
-        wanted.append(plan.learning)
-        driver.finish(plan, 64, 1, KEY, size=64)
+        decision = driver.controller.begin(KEY, 64, 1)
+        wanted.append(decision.learning)
+        driver.finish(decision, 64, 1, KEY, size=64)
     assert wanted == [True] * 4 + [False] * 4
     assert (
         driver.controller.begin(KEY, 64, 2).learning is False
@@ -123,7 +145,7 @@ def test_a_new_shape_class_starts_from_the_nearest_one_by_elements() -> None:
     driver.controller.begin(known, 128, 100)
     driver.controller.out_of_memory(known, 128, driver.reading())
     new = Key("loss", "train", shape_class(300))
-    assert driver.controller.begin(new, 64, 300) == Plan(size=21, learning=True)
+    assert driver.controller.begin(new, 64, 300) == Decision(size=21, learning=True)
     assert driver.controller.begin(Key("loss", "train", 1), 9999, 3).size == 64 * 100 // 3
     assert driver.controller.begin(Key("loss", "eval", 8), 64, 300).size == 64
     assert driver.controller.begin(Key("other", "train", 8), 64, 300).size == 64
@@ -196,7 +218,7 @@ def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
         make()
 
 
-# ---------------------------------------------------------------------- what is saved: JSON that comes back the same
+# ---------------------------------------------------------------------- the saved state is JSON
 
 
 SAVED = (
@@ -289,7 +311,7 @@ def test_present_limits_win_over_saved_sizes() -> None:
 
 
 def changed(name: str, *value: object) -> dict[str, object]:
-    """A saved state whose first track has another value there, or none."""
+    """Return a saved state whose first track has another value there, or none."""
     state: dict[str, Any] = json.loads(SAVED)
     track = state["tracks"][0]
     del track[name]
@@ -310,9 +332,7 @@ def changed(name: str, *value: object) -> dict[str, object]:
         *((changed(name, value), "malformed") for name, value in MALFORMED),
     ],
 )
-def test_a_state_that_is_unknown_or_malformed_is_refused_and_changes_nothing(
-    state: Any, message: str
-) -> None:
+def test_a_malformed_state_is_refused_and_changes_nothing(state: Any, message: str) -> None:
     driver = Driver(8)
     driver.clean()
     before = driver.controller.state_dict()

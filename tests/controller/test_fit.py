@@ -13,7 +13,7 @@ affine = st.tuples(st.integers(0, 10_000), st.integers(1, 500))
 
 
 def convex(pieces: list[tuple[int, int]], x: int) -> int:
-    """A peak as it really is: the maximum of affine functions."""
+    """Return a peak as it really is: the maximum of affine functions."""
     return max(base + slope * x for base, slope in pieces)
 
 
@@ -90,9 +90,7 @@ def test_one_size_gives_an_upper_bound_below_it_and_no_slope_above_it() -> None:
     assert fit.predict(9) is None
 
 
-def test_the_steepest_slope_counts_where_the_peak_bends_and_two_sizes_next_to_each_other_give_none() -> (
-    None
-):
+def test_the_slope_is_the_steepest_of_sizes_far_enough_apart() -> None:
     bent = [(1000, 1), (0, 30)]
     fit = fitted(bent, [2, 8, 64, 128])
     assert fit.slope == pytest.approx(30)
@@ -110,9 +108,7 @@ def test_the_highest_of_the_latest_readings_counts() -> None:
     assert fit.predict(4) == 95
 
 
-def test_optimizer_state_that_appears_after_the_first_step_moves_all_older_peaks_and_none_measured_since() -> (
-    None
-):
+def test_optimizer_state_moves_the_peaks_measured_before_it() -> None:
     line = [(1000, 50)]
     fit = fitted(line, [8, 16, 32])
     fit.add(32, convex(line, 32) + 5000)
@@ -153,7 +149,7 @@ def test_memory_of_the_fits_is_bounded_and_keeps_the_ends(seed: int) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(affine, st.integers(2, 500), st.integers(1, 500))
-def test_below_what_was_measured_a_line_goes_on_and_never_below_what_is_held(
+def test_below_the_smallest_size_the_line_goes_on_down_to_the_bytes_held(
     line: tuple[int, int], size: int, held: int
 ) -> None:
     one, two = fitted([line], [size]), fitted([line], [size, 2 * size])
@@ -210,9 +206,9 @@ def test_time_recovers_the_line_and_the_efficiency(
     assert fit.gain(before, after) == pytest.approx(1 - efficiency[0] / efficiency[1], abs=1e-6)
 
 
-def test_sizes_below_the_knee_whose_time_is_constant_do_not_flatten_the_line_above_it() -> None:
-    """Milliseconds of a convolutional net on a CPU, as measured."""
+def test_sizes_below_the_knee_do_not_flatten_the_line_above_it() -> None:
     fit = TimeFit()
+    # milliseconds of a convolutional net on a CPU, as measured
     for m, t in ((8, 4.88), (16, 5.34), (32, 8.32)):
         fit.add(m, t)
     gamma, delta = fit.coefficients() or (0.0, 0.0)
@@ -245,8 +241,7 @@ def test_time_coefficients_are_never_negative() -> None:
     assert falling.gain(10, 20) == pytest.approx(0.5)
 
 
-def test_peaks_move_with_what_the_process_holds_besides_from_the_first_figure_on() -> None:
-    """A fit that was saved and loaded does not know what was held when it was measured."""
+def test_peaks_move_with_the_bytes_held_from_the_first_figure_on() -> None:
     fit = MemoryFit()
     fit.hold(1000)
     fit.add(8, 1800)
@@ -256,6 +251,7 @@ def test_peaks_move_with_what_the_process_holds_besides_from_the_first_figure_on
     assert fit.slope == 100
     fit.hold(500)
     assert fit.predict(16) == 2100
+    # a fit that was saved and loaded does not know the bytes held at its measurements
     loaded = fitted([(1000, 100)], [8])
     loaded.hold(10_000)
     assert loaded.predict(8) == 1800

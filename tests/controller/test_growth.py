@@ -1,4 +1,4 @@
-"""When a size grows and how far: not without evidence, not beyond what is predicted to fit, not where no piece is saved, nor where it failed."""
+"""Growth: when and how far. It needs evidence, a piece saved, and a peak predicted to fit."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 
 from elastic_mbs.controller.controller import CallOutcome, Capacity, Key, Move
 from elastic_mbs.controller.growth import Margin
+from elastic_mbs.controller.track import Track
 from tests.helpers.controller_driver import KEY, Driver
 from tests.helpers.steps import there
 
@@ -87,7 +88,7 @@ def test_growth_is_not_worth_it_below_the_smallest_gain(
         (100, 200, []),  # the measured peak itself does not fit
     ],
 )
-def test_with_one_size_measured_growth_takes_the_smallest_step_that_says_something(
+def test_with_one_size_measured_growth_takes_the_smallest_useful_step(
     base: int, capacity: int, sizes: list[int]
 ) -> None:
     driver = Driver(16)
@@ -115,7 +116,7 @@ def test_between_the_last_good_and_the_last_bad_size_growth_bisects() -> None:
     )
 
 
-def test_a_failed_growth_goes_back_and_is_not_tried_again_on_the_same_evidence() -> None:
+def test_a_failed_growth_goes_back_and_needs_new_evidence() -> None:
     driver = Driver(8)
     driver.until_move()
     sizes, move = driver.failing(16)
@@ -137,9 +138,7 @@ def test_batches_too_small_to_use_the_new_size_prove_nothing() -> None:
     assert driver.failing(22)[1] == Move(11, 12, "limit")
 
 
-def test_a_failed_growth_goes_back_even_if_the_call_is_abandoned_but_stays_down_after_a_second_failure() -> (
-    None
-):
+def test_a_failed_growth_goes_back_unless_a_second_failure_follows() -> None:
     driver = Driver(12)
     driver.until_move()
     assert driver.failing(22, 11) == ([11, 5], None)
@@ -162,7 +161,7 @@ def test_changed_evidence_lifts_a_ceiling() -> None:
     assert driver.clean() == Move(8, 16, "grow")
 
 
-def test_after_a_failed_growth_nothing_grows_for_a_hundred_times_what_it_has_lost() -> None:
+def test_a_failed_growth_is_followed_by_a_cooldown_of_100_times_its_loss() -> None:
     driver = Driver(8, max_micro_batch_size=16)
     waits = []
     driver.until_move()
@@ -173,7 +172,7 @@ def test_after_a_failed_growth_nothing_grows_for_a_hundred_times_what_it_has_los
     assert waits == [10, 40], "at a second a call"
 
 
-def test_a_growth_that_has_saved_more_than_its_failure_loses_is_followed_by_no_cooldown() -> None:
+def test_a_growth_that_has_saved_more_than_it_lost_has_no_cooldown() -> None:
     driver = Driver(8, max_micro_batch_size=16, patience=2)
     # a call of 64 samples takes 1.04 s in pieces of 8, and 0.84 s in pieces of 16
     driver.seconds = lambda m: 0.05 + 0.01 * m
@@ -188,7 +187,7 @@ def test_a_growth_that_has_saved_more_than_its_failure_loses_is_followed_by_no_c
         assert driver.until_move(400)[0] == pytest.approx(wait, abs=1)
 
 
-def test_a_size_that_is_proven_with_as_much_memory_comes_back_at_once() -> None:
+def test_a_size_proven_with_this_memory_comes_back_at_once() -> None:
     driver = Driver()
     for _ in range(4):
         driver.clean()
@@ -221,19 +220,17 @@ def test_a_newer_reading_is_wanted_while_only_that_is_missing() -> None:
 def test_a_failure_without_a_reading_is_explained_by_the_next_one() -> None:
     driver = Driver(16)
     driver.clean(16)
-    plan = driver.controller.begin(KEY, 16, 1)
+    decision = driver.controller.begin(KEY, 16, 1)
     driver.controller.out_of_memory(KEY, 16, None)
     driver.capacity = 200
-    driver.finish(plan, 16, 1, KEY, size=8, ooms=1)
+    driver.finish(decision, 16, 1, KEY, size=8, ooms=1)
     assert driver.ceilings() == [[16, 15, 200, 0.0]]
     driver.until_move(20, samples=16)
     driver.capacity = 10_000
     assert driver.until_move(20, samples=16)[1] == Move(8, 16, "grow")
 
 
-def test_after_a_failure_that_no_reading_explains_the_size_is_back_at_once_but_the_second_one_is_believed() -> (
-    None
-):
+def test_after_an_unexplained_failure_the_size_comes_back_once() -> None:
     driver = Driver(16)
     for _ in range(3):
         driver.clean(16)
@@ -245,9 +242,7 @@ def test_after_a_failure_that_no_reading_explains_the_size_is_back_at_once_but_t
     assert driver.until_move(300, samples=16) == (300, None)
 
 
-def test_two_failures_in_a_call_that_no_reading_explains_are_tried_again_once_being_small_has_cost_as_much() -> (
-    None
-):
+def test_two_unexplained_failures_are_retried_when_small_pieces_cost_as_much() -> None:
     driver = Driver(16)
     # 16 samples take 0.26 s in one piece, and 0.56 s in four
     driver.seconds = lambda m: 0.1 + 0.01 * m
@@ -310,7 +305,7 @@ def test_a_failure_that_memory_does_not_explain_halves() -> None:
 
 
 def test_what_stays_free_follows_how_far_readings_fall() -> None:
-    margin, track = Margin(0.05), Driver().controller._new(KEY, 1)
+    margin, track = Margin(0.05), Track(1, 4, decided_at=0.0)
     seen = []
     for at, room in enumerate([1000, 1000, 970, 980, 500, 500, *[500] * Margin.RECENT]):
         margin.follow(Capacity(room, float(at)))
@@ -327,7 +322,7 @@ def test_what_stays_free_follows_how_far_readings_fall() -> None:
 
 
 @pytest.mark.parametrize(("room", "wait"), [(10, 40), (6, 1)])
-def test_a_growth_has_lost_nothing_where_the_size_before_it_would_have_failed_too(
+def test_a_growth_lost_nothing_where_the_size_before_it_would_have_failed(
     room: int, wait: int
 ) -> None:
     driver = Driver(8, max_micro_batch_size=16)

@@ -1,4 +1,4 @@
-"""A planned peak: the highest of its lines at any size, corrected by what is measured, safe where it is not sure."""
+"""A planned peak: the highest of its lines at any size, corrected by measurements."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.fit import UNCHECKED
+from elastic_mbs.controller.memory_model import UNCHECKED
 from elastic_mbs.controller.peak import Line, PeakModel, envelope
 from tests.helpers.steps import there
 
@@ -45,7 +45,7 @@ def test_one_measurement_corrects_every_size(measured: int, factor: float) -> No
     assert there(model.predict(3 * measured)) == pytest.approx(1100 + factor * 30 * measured)
 
 
-def test_a_measurement_that_says_nothing_of_the_activations_changes_nothing() -> None:
+def test_a_peak_without_activations_changes_nothing() -> None:
     model = model_of([STEEP], step=5000)
     model.add(10, 6000)  # as high as the optimizer's step
     model.add(10, 900)  # less than what is held
@@ -66,7 +66,7 @@ def test_measurements_that_disagree_widen_what_is_kept_free() -> None:
     assert model.largest(1000 + 12 * 200, 10**6) == 200, "what was measured is certain"
 
 
-def test_gradients_that_are_made_in_the_call_are_counted_as_far_as_they_are() -> None:
+def test_a_call_that_makes_the_gradients_has_lines_of_its_own() -> None:
     model = PeakModel([STEEP, FLAT], [STEEP._replace(fixed=0), FLAT._replace(fixed=90)], held=1000)
     assert model.predict(10) == 1000 + 100 + 910
     assert model.predict(10, first=True) == 1000 + 90 + 910
@@ -75,9 +75,7 @@ def test_gradients_that_are_made_in_the_call_are_counted_as_far_as_they_are() ->
     assert model.kappa == 2
 
 
-def test_the_state_of_an_optimizer_is_expected_before_it_is_there_and_what_comes_besides_is_added() -> (
-    None
-):
+def test_optimizer_state_is_expected_before_it_is_there() -> None:
     model = model_of([STEEP])
     model.hold(400)  # 600 of state are yet to come
     assert model.predict(10) == 1000 + 250

@@ -1,4 +1,4 @@
-"""What the controller loses against the best that could be known, in simulated time: the oracle runs each step at the largest size that fits it."""
+"""The controller against an oracle: each step at the largest size that fits, in simulated time."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ def need(size: int) -> int:
 
 
 def seconds(size: int, step: float) -> float:
-    """Time of a call in pieces of that size."""
+    """Return the time of a call in pieces of this size."""
     return step * (1 - DELTA) + step * DELTA * -(-BATCH // size)
 
 
@@ -37,7 +37,7 @@ def job(device: Device, step: float, seed: int = 0) -> Job:
 
 
 def oracle(device: Device, step: float, calls: int) -> float:
-    """Time of so many calls, each in the fewest pieces that fit at its start."""
+    """Return the time of the calls, each in the fewest pieces that fit at its start."""
     now = 0.0
     for _ in range(calls):
         room = device.total - device.others(now)
@@ -58,7 +58,7 @@ def test_a_visit_costs_little_more_than_the_oracle(step: float, steps: int) -> N
 
 @settings(deadline=None, max_examples=40)
 @given(st.floats(0.005, 5), st.integers(3000, 9000), st.integers(5, 200), st.integers(0, 2**16))
-def test_full_speed_is_back_within_two_steps_of_the_reading_that_shows_the_headroom(
+def test_full_speed_is_back_two_steps_after_the_reading_that_shows_it(
     step: float, held: int, stay: int, seed: int
 ) -> None:
     device = Device(TOTAL, others=lambda t: held if 10 * step <= t < (10 + stay) * step else 0)
@@ -82,7 +82,7 @@ def test_full_speed_is_back_within_two_steps_of_the_reading_that_shows_the_headr
     st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10_000)), min_size=1, max_size=40),
     st.integers(0, 2**16),
 )
-def test_memory_that_comes_and_goes_costs_a_hundredth_more_than_the_best_fixed_size(
+def test_memory_that_comes_and_goes_costs_1_percent_over_a_fixed_size(
     step: float, visits: list[tuple[int, int]], seed: int
 ) -> None:
     until = list(itertools.accumulate(length * step for length, _ in visits))

@@ -1,4 +1,4 @@
-"""The controller against a simulated device: how many failures and moves a change of memory may cost, and how fast full size comes back."""
+"""The controller on a simulated device: the cost of a change of memory, and the way back."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.controller.controller import Policy
-from elastic_mbs.controller.fit import UNCHECKED
+from elastic_mbs.controller.memory_model import UNCHECKED
 from tests.helpers.device_sim import Device, Job, Ran
 
 Need = Callable[[int], int]
@@ -17,17 +17,17 @@ BATCH = 64
 PATIENCE = Policy().patience * (1 + Policy().jitter)
 
 
-def bert(x: int) -> int:  # BERT-Large of `reference/papers.md`, in MB
+def bert(x: int) -> int:  # BERT-Large, in MB
     return 5260 + 209 * x
 
 
 def bent(pieces: list[tuple[int, int]]) -> Need:
-    """Convex: the maximum of affine functions, none of which falls."""
+    """Return a convex need: the maximum of affine functions, none of which falls."""
     return lambda x: max(base + slope * x for base, slope in pieces)
 
 
 def largest(need: Need, capacity: int) -> int:
-    """The largest size that really fits."""
+    """Return the largest size that really fits."""
     x = 0
     while need(x + 1) <= capacity and x < 10_000:
         x += 1
@@ -64,7 +64,7 @@ starts = st.one_of(st.none(), st.integers(1, 100))
     st.integers(0, 2**16),
     st.sampled_from([1, 1, 4]),
 )
-def test_steady_memory_costs_one_failure_at_most_once_settled_and_then_no_move(
+def test_in_steady_memory_a_settled_size_fails_at_most_once_and_then_stays(
     lines: list[tuple[int, int]],
     total: int,
     batch: int,
@@ -201,7 +201,7 @@ def test_a_spike_between_two_readings_does_not_lower_the_size_for_good() -> None
 
 
 def falls(held: list[int], least: int) -> int:
-    """How often memory fell by `least` bytes from a high."""
+    """Count how often memory fell by `least` bytes from a high."""
     count, low = 0, held[0]
     for now in held:
         low = min(low, now)
@@ -234,7 +234,10 @@ def test_random_walk_fails_no_oftener_than_memory_falls(seed: int, stride: int) 
 
 
 def two_jobs(device: Device, seed: int) -> tuple[Job, Job]:
-    """Two equal processes whose calls end at the same moments: the clock only counts the first one's time, as if they ran side by side."""
+    """Run two equal processes whose calls end at the same moments.
+
+    The clock counts only the time of the first one, as if they ran side by side.
+    """
     first = Job(device, bert, start=2, seed=seed)
     second = Job(device, bert, start=2, seed=seed + 1, per_piece=0.0, per_sample=0.0)
     while device.clock.now < 400:
@@ -257,7 +260,7 @@ def test_two_jobs_on_one_device_stop_failing(seed: int, total: int) -> None:
 
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 2**16), st.sampled_from([(20_000, 4000), (26_000, 8000), (36_000, 16_000)]))
-def test_memory_that_comes_back_to_two_jobs_at_once_costs_each_one_failure_at_most(
+def test_memory_that_returns_to_two_jobs_costs_each_at_most_one_failure(
     seed: int, memory: tuple[int, int]
 ) -> None:
     total, held = memory
@@ -267,7 +270,10 @@ def test_memory_that_comes_back_to_two_jobs_at_once_costs_each_one_failure_at_mo
 
 
 def growth_times(seed: int, jitter: float) -> list[float]:
-    """When a job grows to sizes that it has not run before; every process on the device reads the memory in the same second."""
+    """Return the times at which a job grows to sizes that it has not run before.
+
+    Every process on the device reads the memory in the same second.
+    """
     job = Job(Device(20_000), bert, seed=seed, policy=Policy(jitter=jitter, patience=8), start=2)
     run_until(job, 400)
     return [ran.at for ran in job.history if ran.move and ran.move.reason == "grow"]

@@ -1,4 +1,4 @@
-"""Runs calls of a controller by hand."""
+"""Calls of a controller, made by hand."""
 
 import random
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from elastic_mbs.controller.controller import (
     CallOutcome,
     Capacity,
     Controller,
+    Decision,
     Key,
     Move,
-    Plan,
     Policy,
 )
 
@@ -18,9 +18,9 @@ KEY = Key("loss", "train", 0)
 
 
 class Driver:
-    """Runs calls by hand: the test says what a call sees.
+    """A controller whose calls see what the test says: capacity, need, seconds.
 
-    Without jitter, unless the policy's options have it.
+    There is no jitter, unless the options of the policy have it.
     """
 
     def __init__(self, start: int | None = None, *, seed: int = 0, **options: Any) -> None:
@@ -30,7 +30,8 @@ class Driver:
         self.fragmentation = 1.0
         self.seconds: Callable[[int], float] | None = None
         self.lost = 0.0  # seconds that a call with failures loses
-        self.start, self.policy = start, Policy(**{"jitter": 0.0, **options})
+        self.start = start
+        self.policy = Policy(**{"jitter": 0.0, **options})
         self.seed = seed
         self.controller = self.make()
 
@@ -50,7 +51,7 @@ class Driver:
 
     def finish(
         self,
-        plan: Plan,
+        decision: Decision,
         samples: int,
         elements: int,
         key: Key,
@@ -66,7 +67,7 @@ class Driver:
             samples=samples,
             elements=elements,
             pieces=pieces,
-            peak=self.peak(longest * elements) if plan.learning and not ooms else None,
+            peak=self.peak(longest * elements) if decision.learning and not ooms else None,
             fragmentation=self.fragmentation,
             seconds=None if self.seconds is None else pieces * self.seconds(longest),
             retries=retries,
@@ -78,37 +79,37 @@ class Driver:
     def clean(
         self, samples: int = 64, elements: int = 1, *, retries: int = 0, key: Key = KEY
     ) -> Move | None:
-        plan = self.controller.begin(key, samples, elements)
+        decision = self.controller.begin(key, samples, elements)
         return self.finish(
-            plan,
+            decision,
             samples,
             elements,
             key,
-            size=plan.size,
-            pieces=-(-samples // plan.size),
+            size=decision.size,
+            pieces=-(-samples // decision.size),
             retries=retries,
         )
 
     def failing(
         self, attempted: int, *more: int, samples: int = 64, elements: int = 1
     ) -> tuple[list[int | None], Move | None]:
-        """A call in which pieces of these lengths fail, one after the other."""
-        plan = self.controller.begin(KEY, samples, elements)
+        """Make a call in which pieces of these lengths fail, one after the other."""
+        decision = self.controller.begin(KEY, samples, elements)
         sizes = [self.controller.out_of_memory(KEY, n, self.reading()) for n in (attempted, *more)]
         last = sizes[-1]
-        return sizes, self.finish(plan, samples, elements, KEY, size=last or 1, ooms=len(sizes))
+        return sizes, self.finish(decision, samples, elements, KEY, size=last or 1, ooms=len(sizes))
 
     def until_move(
         self, calls: int = 40, samples: int = 64, elements: int = 1
     ) -> tuple[int, Move | None]:
-        """Clean calls until the size changes: how many, and the change."""
+        """Make clean calls until the size changes; return their number, and the change."""
         for n in range(1, calls + 1):
             if move := self.clean(samples, elements):
                 return n, move
         return calls, None
 
     def size(self, key: Key = KEY) -> int:
-        """The present size of a track."""
+        """Return the present size of a track."""
         return int(self.saved(key)["size"])
 
     def ceilings(self) -> list[Any]:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from elastic_mbs.batch.pieces import partition
 from elastic_mbs.controller.controller import (
     CallOutcome,
     Capacity,
@@ -13,7 +14,6 @@ from elastic_mbs.controller.controller import (
     Policy,
     shape_class,
 )
-from elastic_mbs.controller.partition import partition
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Ran:
 
 @dataclass
 class Job:
-    """One process: calls are made with `call`, and `history` has all of them."""
+    """One process: `call` runs a batch, and `history` has all calls so far."""
 
     device: Device
     need: Callable[[int], int]
@@ -86,7 +86,7 @@ class Job:
         )
 
     def reading(self) -> Capacity | None:
-        """Return the monitor's latest reading, at most a second old."""
+        """Return the monitor's latest reading, which is at most a second old."""
         now = self.device.clock.now
         if not self.sensed:
             return None
@@ -111,33 +111,27 @@ class Job:
         name: str = "loss",
         stop_after: int | None = None,
     ) -> Ran:
-        """Run a batch as the engine does: in pieces, and in halves of a failed piece.
+        """Run a batch as the engine does: pieces, and smaller pieces of the rest after a failure.
 
-        After `stop_after` pieces it ends by an exception.
+        With `stop_after`, an exception ends it after this many pieces.
         """
         key = Key(name, "train", shape_class(elements))
-        limits = self.policy.limits
-        plan = self.controller.begin(key, samples, elements)
-        size = plan.size
-        began, lost_before = self.device.clock.now, self.lost
-        at = peak = failures = 0
+        began = self.device.clock.now
+        lost_before = self.lost
+        decision = self.controller.begin(key, samples, elements)
+        size = decision.size
         waiting = list(self._cut(0, samples, size))
         done: list[tuple[int, int]] = []
+        peak = failures = 0
         while waiting:
-            assert 1 <= size <= samples
-            assert size % limits.align == 0 or size == samples
-            assert size >= min(limits.minimum, samples)
-            assert limits.maximum is None or size <= limits.maximum
+            self._check(size, samples)
             first, last = waiting.pop(0)
             length = last - first
-            self.device.clock.now += self.per_piece + self.per_sample * length
+            seconds = self.per_piece + self.per_sample * length
+            self.device.clock.now += seconds
             if self.need(length * elements) > self.device.capacity(self):
                 failures += 1
-                self.lost += self.per_piece + self.per_sample * length
-                self.oom_times.append(self.device.clock.now)
-                self.reserved = min(self.reserved, self.need(0))
-                self.forget_reading()
-                smaller = self.controller.out_of_memory(key, length, self.reading())
+                smaller = self._fail(key, length, seconds)
                 if smaller is None:
                     self.controller.abandon(key)
                     return self._ran(began, size, done, failures, None, floor=True)
@@ -151,25 +145,39 @@ class Job:
             if stop_after == len(done):
                 self.controller.abandon(key)
                 return self._ran(began, size, done, failures, None, floor=True)
-            at += length
-        assert at == samples
+        assert sum(last - first for first, last in done) == samples
         outcome = CallOutcome(
             samples=samples,
             elements=elements,
             pieces=len(done),
-            peak=peak if plan.learning and self.measured and not failures else None,
+            peak=peak if decision.learning and self.measured and not failures else None,
             fragmentation=1.0,
             seconds=self.device.clock.now - began,
             retries=retries,
             ooms=failures,
             lost=self.lost - lost_before,
         )
-        if plan.wants_reading:
+        if decision.wants_reading:
             self.ask_for_reading()
         move = self.controller.end(key, outcome, self.reading())
         if failures:
             self.ask_for_reading()
-        return self._ran(began, plan.size, done, failures, move, floor=False)
+        return self._ran(began, decision.size, done, failures, move, floor=False)
+
+    def _check(self, size: int, samples: int) -> None:
+        limits = self.policy.limits
+        assert 1 <= size <= samples
+        assert size % limits.align == 0 or size == samples
+        assert size >= min(limits.minimum, samples)
+        assert limits.maximum is None or size <= limits.maximum
+
+    def _fail(self, key: Key, length: int, seconds: float) -> int | None:
+        """Record a failed attempt, and return the controller's smaller size."""
+        self.lost += seconds
+        self.oom_times.append(self.device.clock.now)
+        self.reserved = min(self.reserved, self.need(0))
+        self.forget_reading()
+        return self.controller.out_of_memory(key, length, self.reading())
 
     def _cut(self, begin: int, end: int, size: int) -> tuple[tuple[int, int], ...]:
         return partition(
@@ -195,5 +203,5 @@ class Job:
 
     @property
     def size(self) -> int:
-        """Size of the last track used."""
+        """The size of the latest call."""
         return self.history[-1].size

@@ -37,9 +37,13 @@ def test_an_older_version_is_refused_with_the_command_that_helps(
 
 
 @pytest.mark.parametrize("found", ["2.7", "3.0.1"])
-def test_a_newer_version_warns(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    with pytest.warns(UserWarning, match="newer than what elastic_mbs was tested with"):
-        with_version(monkeypatch, found).check()
+def test_a_newer_version_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str
+) -> None:
+    with_version(monkeypatch, found).check()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("elastic_mbs", "WARNING")
+    assert f"trainer {found} is newer" in record.getMessage()
 
 
 def test_an_absent_package_is_neither_tested_nor_refused() -> None:

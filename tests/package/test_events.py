@@ -1,4 +1,4 @@
-"""One line per event, with its figures."""
+"""Events: one line each, with its figures, to the log and to every sink."""
 
 import logging
 from dataclasses import FrozenInstanceError, fields
@@ -26,7 +26,7 @@ def test_an_event_is_one_line_frozen_and_of_numbers_and_strings_only(event: Even
         event.name = "another"  # type: ignore[misc]  # the mistake
 
 
-def test_the_line_of_a_failure_says_where_what_was_asked_and_what_happens_next() -> None:
+def test_the_line_of_a_failure_says_where_it_was_and_what_happens_next() -> None:
     for part in (
         "backward",
         "16:32",
@@ -96,10 +96,18 @@ def test_a_warning_is_said_once_per_log_and_topic() -> None:
     seen: list[Event] = []
     for log in (EventLog([seen.append]), EventLog([seen.append])):
         for topic in ("count", "sink", "count"):
-            log.warn_once("run", topic, "pass count=")
+            log.emit_warning("run", topic, "pass count=")
     assert seen == [
         Warned("run", topic, "pass count=") for topic in ("count", "sink", "count", "sink")
     ]
+
+
+def test_a_warning_of_something_that_can_happen_again_is_said_each_time() -> None:
+    seen: list[Event] = []
+    log = EventLog([seen.append])
+    for once in (False, False, True):
+        log.emit_warning("run", "step", "load a checkpoint", once=once)
+    assert seen == [Warned("run", "step", "load a checkpoint")] * 2
 
 
 def test_the_package_is_silent_where_the_user_has_set_up_no_logging() -> None:

@@ -1,6 +1,7 @@
 """What the package names is there, importing it brings nothing heavy along, and each decision that a caller makes has one base among the errors."""
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -49,6 +50,17 @@ def test_every_error_is_of_one_branch_and_of_the_builtin_that_callers_expect(
     builtins = [builtin for branch, builtin in BRANCHES.items() if issubclass(error, branch)]
     assert len(builtins) == (error is not ElasticMBSError)
     assert issubclass(error, (ElasticMBSError, *builtins))
+
+
+def test_the_tree_of_errors_shows_every_one_under_its_base() -> None:
+    shown: dict[str, str] = {}
+    branch: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if found := re.match(r"[ ├└│─]*(\w+Error)\b", line):
+            depth = found.start(1) // 4
+            branch[depth:] = [found[1]]
+            shown[found[1]] = branch[depth - 1] if depth else "Exception"
+    assert shown == {error.__name__: error.__bases__[0].__name__ for error in CLASSES}
 
 
 def test_only_what_did_not_fit_is_seen_by_handlers_of_out_of_memory() -> None:

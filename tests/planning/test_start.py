@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, MemoryBudget
 from elastic_mbs.controller.controller import CallOutcome, Capacity, Controller, Key, Policy
-from elastic_mbs.controller.fit import UNCHECKED
+from elastic_mbs.controller.memory_model import UNCHECKED
 from elastic_mbs.controller.peak import Line, PeakModel
 from stress.flat_options import grouped
 from tests.helpers.planned import SUBJECTS, Subject, cnn, gpt

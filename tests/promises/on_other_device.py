@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_mbs.engine.outcome.result import StepResult
 from torch import Tensor, nn
 
 from elastic_mbs import (
@@ -20,6 +19,7 @@ from elastic_mbs import (
     UnsupportedError,
 )
 from elastic_mbs.device import Accelerator, accelerator_of
+from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.memory import Headroom, Unavailable, oom, sensor_for
 from tests.helpers import other_device
 from tests.helpers.other_device import NAME, get, turn

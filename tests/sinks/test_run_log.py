@@ -1,4 +1,4 @@
-"""The run log: nothing that happens to the file reaches the step, what is written comes back, and what is not whole is passed over or named."""
+"""The run log: events come back as written, and no trouble with the file reaches a step."""
 
 import errno
 import json
@@ -60,7 +60,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The monotonic one; it is always the billionth second of Unix."""
+    """Replace the monotonic clock; the wall clock stands still at 10⁹ s."""
     clock = Clock(50.0)
     monkeypatch.setattr(run_log, "time", SimpleNamespace(monotonic=clock, time=Clock(1e9)))
     return clock
@@ -95,7 +95,7 @@ def test_a_header_says_who_runs_what_and_how(path: Path, clock: Clock) -> None:
     assert header["policy"]["margin"] == 0.2
 
 
-def test_times_are_counted_from_the_header_and_a_call_has_the_time_when_it_ended(
+def test_times_count_from_the_header_and_a_call_has_the_time_of_its_end(
     path: Path, clock: Clock
 ) -> None:
     log = RunLog(path)
@@ -114,7 +114,7 @@ def test_times_are_counted_from_the_header_and_a_call_has_the_time_when_it_ended
 
 
 class Disk(FileIO):
-    """A file that notes what is written to it, on a disk that may be full."""
+    """A file that records its writes, on a disk that can be full."""
 
     written: list[bytes] = []  # noqa: RUF012  # of all files
     full = ""
@@ -443,7 +443,7 @@ STRANGE += [
 
 
 @pytest.mark.parametrize("line", STRANGE)
-def test_what_is_no_whole_line_of_a_run_log_is_passed_over_and_a_log_of_nothing_else_is_refused(
+def test_torn_and_foreign_lines_are_passed_over_and_a_log_needs_others(
     line: bytes,
 ) -> None:
     (run,) = read_runs([*log_of([(1.0, failure())]).splitlines(), line])
@@ -481,7 +481,7 @@ def test_an_event_that_this_version_does_not_know_is_kept_as_its_line(
 
 
 @pytest.mark.parametrize("missing", ["key", "message"])
-def test_a_field_of_a_later_version_may_be_missing_but_none_that_was_always_there(
+def test_a_field_with_a_default_may_be_missing_and_no_other(
     missing: str,
 ) -> None:
     record = json.loads(event_line(failure(), "r", 1.0, 1.0))

@@ -1,4 +1,4 @@
-"""Sinks of this package: what they write, and that nothing that goes wrong in them reaches the step."""
+"""The sinks for Prometheus and TensorBoard: their output, and no error of theirs in a step."""
 
 import sys
 from pathlib import Path
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.injectable
 
 
 def writer_of(**methods: Any) -> Mock:
-    """What a `SummaryWriter` is to us."""
+    """Make a stand-in for a `SummaryWriter`."""
     return Mock(spec=["add_scalar", "add_text", "flush"], **methods)
 
 
 def read(text: str) -> dict[str, dict[str, float]]:
-    """What Prometheus makes of a textfile: metric → labels after the runtime's name → value."""
+    """Parse a textfile as Prometheus does: metric → labels after the runtime's name → value."""
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -86,7 +86,7 @@ def test_the_textfile_has_every_metric_with_its_labels(tmp_path: Path, clock: Cl
     assert list(tmp_path.iterdir()) == [tmp_path / "run.prom"]
 
 
-def test_the_file_is_written_at_most_so_often_and_when_the_runtime_is_closed(
+def test_the_file_is_written_every_so_often_and_when_the_runtime_is_closed(
     tmp_path: Path, clock: Clock
 ) -> None:
     path = tmp_path / "run.prom"

@@ -65,7 +65,7 @@ def _classify(parts: CallParts, attempt: Attempt, error: Exception) -> oom.Verdi
     half = max(1, schedule.worth(attempt.piece) // 2)
     if not schedule.can_split(attempt.piece, half) or not parts.progress.try_masked():
         return None
-    resources.warn_once(
+    resources.warn(
         f"masked:{verdict.message}",
         "this error is often a hidden out-of-memory; trying once with half the micro-batch: "
         f"{verdict.message}",

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_mbs.batch.containers import Path
 from elastic_mbs.controller.controller import Controller
-from elastic_mbs.controller.plan import CallOutcome, Key
+from elastic_mbs.controller.messages import CallOutcome, Key
 from elastic_mbs.engine.outcome.timing import Timed
 from elastic_mbs.noise_scale import Smoothed
 from elastic_mbs.options import Settings

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elastic_mbs.batch.transfer import choose_device, to_device
-from elastic_mbs.controller.plan import Capacity
+from elastic_mbs.controller.messages import Capacity
 from elastic_mbs.device import accelerator_of
 from elastic_mbs.engine.outcome.timing import Telemetry
 from elastic_mbs.engine.shared.running import check_capture
 from elastic_mbs.engine.shared.trained_model import TrainedModel
-from elastic_mbs.events import EventLog, SensorBack, SensorLost, Warned
+from elastic_mbs.events import EventLog, SensorBack, SensorLost
 from elastic_mbs.memory import (
     Headroom,
     HostGuard,
@@ -70,7 +70,7 @@ class Resources:
             self.guard = HostGuard(
                 margin_of(memory.host_guard),
                 modules=model.modules,
-                warn=partial(self.warn, "host_guard"),
+                warn=partial(self.warn, "host_guard", once=False),  # each once by itself
             )
         self._cache_is_stale = False  # the allocator's cache holds memory of a failed attempt
         self._retries: int | None = None  # of the allocator, when they were last read
@@ -197,10 +197,6 @@ class Resources:
         else:
             self.log.emit(SensorBack(name, getattr(reading, "source", "")))
 
-    def warn(self, kind: str, text: str) -> None:
-        """Emit a warning."""
-        self.log.emit(Warned(self.settings.name, kind, text))
-
-    def warn_once(self, kind: str, text: str) -> None:
-        """Emit a warning, once for each kind."""
-        self.log.warn_once(self.settings.name, kind, text)
+    def warn(self, topic: str, message: str, *, once: bool = True) -> None:
+        """Emit a warning of this runtime; see `EventLog.emit_warning`."""
+        self.log.emit_warning(self.settings.name, topic, message, once=once)

@@ -1,4 +1,4 @@
-"""`SizeModel` tells what the controller knows in the closed forms of PAPAYA."""
+"""`SizeModel` has the closed forms of PAPAYA."""
 
 import random
 
@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.controller.controller import Key
-from elastic_mbs.controller.fit import UNCHECKED, TimeFit
+from elastic_mbs.controller.fit import TimeFit
+from elastic_mbs.controller.memory_model import UNCHECKED
 from elastic_mbs.controller.peak import Line, PeakModel
 from tests.helpers.controller_driver import KEY, Driver
 from tests.helpers.steps import there
@@ -58,7 +59,7 @@ def test_longer_samples_take_as_much_more_time_each() -> None:
     assert model.seconds_per_sample == pytest.approx(8 * GAMMA)
 
 
-def test_a_planned_peak_tells_by_how_much_it_was_off_and_does_not_follow_the_track() -> None:
+def test_a_size_model_has_the_error_of_its_plan_and_stays_as_it_was() -> None:
     driver, plan = Driver(8, patience=1), PeakModel([Line(0, 0, 10)], [Line(0, 0, 10)], held=100)
     driver.controller.planned(KEY, 64, 1, plan, 8)
     driver.clean()
@@ -72,13 +73,12 @@ def test_a_planned_peak_tells_by_how_much_it_was_off_and_does_not_follow_the_tra
 
 @settings(deadline=None, max_examples=100)
 @given(st.floats(1e-5, 0.1), st.floats(0, 1), st.integers(1, 64), st.integers(0, 2**16))
-def test_times_are_predicted_to_a_tenth_up_to_sixteen_times_the_largest_size(
+def test_times_are_predicted_to_a_tenth_up_to_16_times_the_largest_size(
     gamma: float, delta: float, least: int, seed: int
 ) -> None:
-    """Noise goes one way, so the least of ten counts: a third of a percent at most here."""
     noise, fit = random.Random(seed), TimeFit()
     for size in (least, 2 * least, 4 * least):
-        for _ in range(10):
+        for _ in range(10):  # noise goes one way: the least of ten is off by 0.3 % at most
             fit.add(size, (delta + gamma * size) * (1 + min(0.003, noise.expovariate(50))))
     per_sample, per_piece = fit.coefficients() or (0.0, 0.0)
     for size in (least, 4 * least, 16 * least, 64 * least):

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.partition import (
+from elastic_mbs.batch.pieces import (
     Costs,
     aligned,
     longest,
@@ -17,7 +17,7 @@ small = st.integers(1, 40)
 
 @settings(deadline=None, max_examples=400)
 @given(st.integers(0, 50), st.integers(1, 200), small, st.integers(1, 20), st.integers(1, 9))
-def test_pieces_cover_the_range_in_order_balanced_aligned_and_none_below_the_minimum(
+def test_pieces_cover_the_range_in_order_balanced_and_aligned(
     start: int, length: int, size: int, minimum: int, align: int
 ) -> None:
     pieces = partition(start, start + length, size, minimum=minimum, align=align)
@@ -46,7 +46,7 @@ def test_no_piece_is_longer_than_the_size_nor_is_there_one_piece_too_many(
 
 @settings(deadline=None, max_examples=400)
 @given(st.integers(1, 200), small, st.integers(1, 20), st.integers(1, 9))
-def test_the_minimum_wins_over_the_size_and_allows_as_many_pieces_as_it_can(
+def test_the_minimum_wins_over_the_size_and_allows_all_pieces_it_can(
     length: int, size: int, minimum: int, align: int
 ) -> None:
     pieces = partition(0, length, size, minimum=minimum, align=align)
