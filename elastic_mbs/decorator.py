@@ -6,13 +6,14 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Unpack, cast
 
 from torch import nn
 
 from elastic_mbs.engine.model import modules_of
 from elastic_mbs.engine.result import StepResult
 from elastic_mbs.errors import UsageError
+from elastic_mbs.options import Options, check_names
 from elastic_mbs.runtime import ElasticMBS
 
 
@@ -30,7 +31,7 @@ class ElasticStep(Protocol):
 
 
 def elastic_step(
-    model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], **options: Any
+    model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], **options: Unpack[Options]
 ) -> Callable[[Callable[..., Any]], ElasticStep]:
     """Decorates a step function: it gets a micro-batch and returns its loss, its caller passes the whole batch.
 
@@ -57,6 +58,7 @@ def elastic_step(
     Raises:
         UsageError: `model` is none of these, or an option is wrong.
     """
+    check_names("elastic_step", options)
     if isinstance(model, nn.Module) or not callable(model):
         return lambda fn: _on_function(fn, ElasticMBS(model, **options))
     if isinstance(model, type):
@@ -116,7 +118,7 @@ def _owners(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def _on_method(
-    fn: Callable[..., Any], model: Callable[[Any], Any], options: dict[str, Any]
+    fn: Callable[..., Any], model: Callable[[Any], Any], options: Options
 ) -> ElasticStep:
     key = f"_elastic_step_{fn.__qualname__}"
 

@@ -32,7 +32,7 @@ from elastic_mbs.engine.call import Call, Take
 from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.profile import names_of
 from elastic_mbs.engine.recovery import reset_half_made, restore
-from elastic_mbs.engine.result import StoredOutput, check_not_overwritten
+from elastic_mbs.engine.result import StoredOutput, check_not_overwritten, with_outputs
 from elastic_mbs.engine.state import Attempt, Phase
 from elastic_mbs.errors import BatchError, LossError, MisuseError, ReplayUnsafeError, UsageError
 from elastic_mbs.options import OutputPlace
@@ -131,7 +131,7 @@ class EmbeddingCall(Call):
             outputs = self._cache.outputs
             super()._finish()
             if state.result is not None:
-                state.result = state.result.with_outputs(outputs)
+                state.result = with_outputs(state.result, outputs)
             return
         self._unseen = not state.profile.census_taken
         bound = self._is_bound()
@@ -220,17 +220,17 @@ class EmbeddingCall(Call):
                     context.settings.outputs,
                 )
 
-        what = f"run loss= over the embeddings of {state.view.length} samples, whose memory no micro-batch changes"
+        what = f"run loss_fn over the embeddings of {state.view.length} samples, whose memory no micro-batch changes"
         cache = context.retry(what, attempt)
         state.check_gradients()
         if context.model.training() != modes:
             raise MisuseError(
-                "loss= switched a module's mode, and the second pass would run in another one "
+                "loss_fn switched a module's mode, and the second pass would run in another one "
                 "than the first: switch it outside the call"
             )
         if self._buffers() != buffers:
             raise MisuseError(
-                "loss= changed a buffer of the model (a queue, running statistics), and the "
+                "loss_fn changed a buffer of the model (a queue, running statistics), and the "
                 "second pass starts from the buffers that the first one "
                 "started from: compute in embed_fn what changes buffers, or change them after the "
                 "call"
@@ -276,7 +276,7 @@ class EmbeddingCall(Call):
             ):
                 raise ReplayUnsafeError(
                     "embed_fn gave other embeddings when it ran again, so its gradient is not "
-                    "that of the embeddings which loss= has seen: name each "
+                    "that of the embeddings which loss_fn has seen: name each "
                     "generator of your own that it draws from, "
                     "recovery=RecoveryOptions(generators=[g]), and do not ask "
                     "torch.is_grad_enabled()"
@@ -290,7 +290,7 @@ class EmbeddingCall(Call):
         if context.retry("read the random streams", lambda: streams.moved(ended)):
             raise ReplayUnsafeError(
                 "embed_fn drew other random numbers when it ran again, so its gradient is not "
-                "that of the embeddings which loss= has seen: does it "
+                "that of the embeddings which loss_fn has seen: does it "
                 "ask torch.is_grad_enabled(), or draw in its backward?"
             )
         context.retry(
@@ -342,7 +342,7 @@ class _Cache:
             terms, found = read_losses(value, None)
         except LossError as error:
             raise LossError(
-                f"what loss= returned for the whole batch is no loss: {error}"
+                f"what loss_fn returned for the whole batch is no loss: {error}"
             ) from None
         loss = weighted_sum(terms, {None: 1.0})
         self.loss = loss.detach()
@@ -356,13 +356,13 @@ class _Cache:
         own = [each for each in walk(scaled.grad_fn).leaves if id(each) not in ids]
         if any(each._backward_hooks for each in own):
             raise UsageError(
-                "a leaf that loss= reaches has a hook on its gradient, which would run twice: use "
+                "a leaf that loss_fn reaches has a hook on its gradient, which would run twice: use "
                 "it in embed_fn only, or take it off"
             )
         gradients = torch.autograd.grad(scaled, [*inputs, *own], allow_unused=True)
         if all(gradient is None for gradient in gradients[: len(inputs)]):
             raise LossError(
-                "the loss does not depend on the embeddings: loss= gets what embed_fn returned, "
+                "the loss does not depend on the embeddings: loss_fn gets what embed_fn returned, "
                 "for the whole batch"
             )
         self._order = order  # of the samples in the pieces, where they are sorted
@@ -394,7 +394,7 @@ class _Cache:
         ]
         if not pairs:
             raise LossError(
-                "no embedding that loss= depends on has a graph, so there is nothing to train in "
+                "no embedding that loss_fn depends on has a graph, so there is nothing to train in "
                 "embed_fn: are its parameters frozen?"
             )
         parts = [
@@ -433,7 +433,7 @@ def _check_rows(value: Any, samples: int) -> None:
         shapes = ", ".join(f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in found[:8])
         raise LossError(
             f"embed_fn returned a {type(value).__name__} with {shapes or 'no tensor'} for "
-            f"{samples} samples: with loss= it returns embeddings, a row "
+            f"{samples} samples: it returns embeddings, a row "
             f"per sample, as a tensor of shape ({samples}, ...), or a tuple or dict of such "
-            "tensors. What comes once per batch is computed in loss="
+            "tensors. What comes once per batch is computed in loss_fn"
         )

@@ -327,7 +327,7 @@ class Call:
         result = state.make_result(attempts)
         if not state.training:
             context.retry(
-                'join the outputs on the device (to="cpu" keeps them on the host)',
+                'join the outputs on the device (outputs="cpu" keeps them on the host)',
                 lambda: result.outputs,
             )
         if context.noise is not None:

@@ -42,9 +42,7 @@ T = TypeVar("T")
 class Context:
     """What a runtime lends to its calls."""
 
-    def __init__(
-        self, settings: Settings, model: TrainedModel, log: EventLog, *, enabled: bool = True
-    ) -> None:
+    def __init__(self, settings: Settings, model: TrainedModel, log: EventLog) -> None:
         policy, memory = settings.policy, settings.memory
         self.settings, self.plain = settings, settings.plain
         self.model = model
@@ -56,7 +54,7 @@ class Context:
             random=random.Random(time.time_ns() if policy.seed is None else policy.seed),
         )
         self.timed: Timed[tuple[Key, CallOutcome]] = deque()
-        self.telemetry = Telemetry(log) if enabled and log.listened else None
+        self.telemetry = Telemetry(log) if log.listened else None
         self.ledger = Ledger()
         self.ledger.set_leaves(model.leaves)
         self.buffers = BufferCopies()
@@ -69,7 +67,7 @@ class Context:
         self.cache_is_stale = False  # the allocator's cache holds what a failed attempt had
         self.sleep: Callable[[float], None] = time.sleep
         self.guard: HostGuard | None = None
-        if memory.host_guard is not False and enabled:
+        if memory.host_guard is not False:
             self.guard = HostGuard(
                 margin_of(memory.host_guard),
                 modules=model.modules,

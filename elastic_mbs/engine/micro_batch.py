@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-import torch
-
-from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
-from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.call import Call
-from elastic_mbs.engine.result import StepResult, StoredOutput
 from elastic_mbs.engine.state import Attempt
-from elastic_mbs.options import Settings
+
+
+class Owner(Protocol):
+    """The call that a micro-batch belongs to."""
+
+    @property
+    def totals(self) -> Any:
+        """The whole batch's counts."""
+
+    def begin(self, attempt: Attempt) -> None:
+        """Start the attempt."""
+
+    def end(self, attempt: Attempt, error: BaseException | None) -> bool:
+        """End the attempt; return whether the error is swallowed."""
+
+    def backward(self, attempt: Attempt, value: Any) -> None:
+        """Run backward on the loss in `value`."""
+
+    def keep(self, attempt: Attempt, outputs: Any) -> None:
+        """Keep the piece's outputs."""
+
+    def check_inside(self, attempt: Attempt, what: str) -> None:
+        """Raise if the attempt is over."""
 
 
 class MicroBatch:
@@ -28,7 +45,7 @@ class MicroBatch:
 
     __slots__ = ("_attempt", "_owner", "start", "stop")
 
-    def __init__(self, owner: Call | DisabledPass, attempt: Attempt) -> None:
+    def __init__(self, owner: Owner, attempt: Attempt) -> None:
         self._owner = owner
         self._attempt = attempt
         self.start, self.stop = attempt.piece.start, attempt.piece.stop
@@ -104,63 +121,3 @@ def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
     finally:
         if call.state.result is not None:
             finish(call)
-
-
-class DisabledPass:
-    """What `enabled=False` does: one plain pass over the whole batch, with nothing caught and nothing watched."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        batch: Any,
-        count_names: tuple[str, ...] | None,
-        totals: Any,
-        length: int,
-    ) -> None:
-        self.totals = totals
-        self._settings = settings
-        self._names = count_names
-        self._attempt = Attempt(Range(0, length))
-        self._attempt.data = batch
-        self.micro = MicroBatch(self, self._attempt)
-
-    def begin(self, attempt: Attempt) -> None:
-        """Nothing to prepare."""
-
-    def check_inside(self, attempt: Attempt, what: str) -> None:
-        """Nothing is lost here: the one pass is never over."""
-
-    def end(self, attempt: Attempt, error: BaseException | None) -> bool:
-        """Runs the callbacks; swallows nothing."""
-        if error is None:
-            for callback in attempt.callbacks:
-                callback()
-        return False
-
-    def backward(self, attempt: Attempt, value: Any) -> None:
-        """Runs backward on the loss as it is."""
-        terms, outputs = read_losses(value, self._names)
-        if attempt.outputs is None:
-            self.keep(attempt, outputs)
-        loss = weighted_sum(terms, dict.fromkeys(terms, 1.0))
-        attempt.loss = loss.detach()
-        if self._settings.scaler is not None:
-            loss = self._settings.scaler.scale(loss)
-        torch.autograd.backward(
-            loss
-        ) if self._settings.gradients.backward is None else self._settings.gradients.backward(loss)
-
-    def keep(self, attempt: Attempt, outputs: Any) -> None:
-        """Keeps the outputs where the user wants them."""
-        if outputs is not None and self._settings.outputs is not None:
-            attempt.outputs = StoredOutput(outputs, self._settings.outputs)
-
-    def result(self) -> StepResult:
-        """The result of the one pass."""
-        attempt, length = self._attempt, len(self._attempt)
-        return StepResult(
-            partition=((0, length),),
-            micro_batch_size=length,
-            _losses=() if attempt.loss is None else (attempt.loss,),
-            _outputs=[] if attempt.outputs is None else [attempt.outputs],
-        )

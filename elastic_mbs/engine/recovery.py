@@ -134,7 +134,7 @@ _RULES: tuple[tuple[Replay, Callable[[CallState, Failure], bool]], ...] = (
     ),
     (_step("the error can belong to an earlier operation"), _can_be_late),
     (
-        _step("smaller pieces would not be those whose embeddings loss= has seen"),
+        _step("smaller pieces would not be those whose embeddings loss_fn has seen"),
         lambda state, failure: state.bound,
     ),
     (_PIECE, _before_backward),

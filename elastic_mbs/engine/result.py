@@ -18,15 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from elastic_mbs.batch.containers import Path, Role, kind_of, map_tensors
 from elastic_mbs.batch.join import Order, join
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.budget import MemoryBudget, on_host
 from elastic_mbs.noise_scale import NoiseScale
 from elastic_mbs.options import OutputPlace
-
-# bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a
-# decoder's cache
-MUCH = 2**30
 
 
 @dataclass(eq=False)
@@ -85,17 +80,6 @@ class StepResult:
             "read the loss", lambda: float(self.loss), {loss.device for loss in self._losses}
         )
 
-    def loss_on_host(self) -> float | None:
-        """The loss where reading it waits for nothing.
-
-        Takes no memory, as a sum of tensors would.
-        """
-        return (
-            None
-            if any(loss.device.type != "cpu" for loss in self._losses)
-            else sum(map(float, self._losses))
-        )
-
     def __format__(self, spec: str) -> str:
         """The loss in an f-string: `f"{result:.4f}"`; waits for the device.
 
@@ -125,27 +109,23 @@ class StepResult:
             self._joined = self._joined.get()
         return self._joined
 
-    def with_outputs(self, stored: StoredOutput | None) -> StepResult:
-        """The same, with outputs that come once for the whole batch."""
-        return replace(self, _outputs=[], _joined=stored)
 
-    def check_size(
-        self, name: str, place: OutputPlace, warn_once: Callable[[str, str], None]
-    ) -> None:
-        """Warns where the outputs of the function called `name` take much memory."""
-        size = (
-            sum([stored.nbytes for stored in self._outputs if stored is not None])
-            if self._outputs
-            else 0
-        )
-        if size > MUCH:
-            warn_once(
-                f"outputs of {name}",
-                f"what {name} returns besides the loss takes {format_bytes(size)} for this batch "
-                f"(outputs={place!r}): return what you "
-                "read of it only (a decoder of transformers needs use_cache=False for that), or "
-                "say outputs=None",
-            )
+def loss_on_host(result: StepResult) -> float | None:
+    """Return the loss where reading it waits for nothing, without taking memory for a sum."""
+    losses = result._losses
+    if any(loss.device.type != "cpu" for loss in losses):
+        return None
+    return sum(map(float, losses))
+
+
+def with_outputs(result: StepResult, stored: StoredOutput | None) -> StepResult:
+    """Return the same result with outputs that come once for the whole batch."""
+    return replace(result, _outputs=[], _joined=stored)
+
+
+def stored_bytes(result: StepResult) -> int:
+    """Return the size of the outputs that have not been joined yet."""
+    return sum(stored.nbytes for stored in result._outputs if stored is not None)
 
 
 @dataclass
@@ -247,7 +227,7 @@ def check_not_overwritten(stored: list[StoredOutput | None]) -> None:
         raise UsageError(
             "an output was overwritten by a later piece: the function returns the same memory "
             "each time. Return a copy (output.clone()), or have "
-            'outputs moved to the host piece by piece (eval: to="cpu"; otherwise outputs="cpu")'
+            'outputs moved to the host piece by piece (outputs="cpu")'
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic_mbs.engine.result import StepResult
+from elastic_mbs.engine.result import StepResult, loss_on_host
 from elastic_mbs.events import CallDone, CallFailed, EventLog
 from elastic_mbs.memory import Headroom, Monitor, UsageMeter
 
@@ -162,7 +162,7 @@ def _fetch(result: StepResult, device: torch.device | None) -> float | torch.Ten
     """The loss, where reading it at the end of the call on `device` waits for nothing; None where it cannot be had so."""
     try:
         if device is None or not (loss := result.loss).is_cuda:
-            return result.loss_on_host()
+            return loss_on_host(result)
         found = torch.empty_like(loss, device="cpu", pin_memory=True).copy_(
             loss, non_blocking=True
         )  # cuda-only

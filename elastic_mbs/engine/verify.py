@@ -137,7 +137,7 @@ class _Comparison:
         return found or (
             "of a batch is not made up of its samples' losses: it compares samples with each "
             "other (contrastive, in-batch negatives; exact as "
-            "mbs.backward(embed_fn, batch, loss=over_embeddings)), normalises by something that "
+            "mbs.backward_embeddings(embed_fn, loss_fn, batch)), normalises by something that "
             "count= does not say, or depends on the batch's "
             "size, or on padding, of which pieces by length have less. Its split gradient is not "
             "the whole batch's"

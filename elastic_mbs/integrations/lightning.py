@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.frameworks import LIGHTNING
 from elastic_mbs.integrations.lightning_private import EVALUATIONS, Steps
-from elastic_mbs.integrations.runtime_options import check_names
-from elastic_mbs.options import GradientOptions
+from elastic_mbs.options import GradientOptions, Options, check_names
 from elastic_mbs.runtime import ElasticMBS
 
 
@@ -40,25 +39,24 @@ class ElasticCallback(Callback):
         UnsupportedError: Lightning is older than all versions that were tested.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[Options]) -> None:
         LIGHTNING.check()
-        check_names("ElasticCallback", options)
-        if (
-            options.get("scaler") is not None
-            or getattr(options.get("gradients"), "backward", None) is not None
-        ):
+        check_names("ElasticCallback", options, taken=("scaler",))
+        if getattr(options.get("gradients"), "backward", None) is not None:
             raise UsageError(
-                "scaler= and GradientOptions(backward=) are Lightning's: "
-                "Trainer(precision='16-mixed'), LightningModule.backward"
+                "GradientOptions(backward=) is Lightning's: override LightningModule.backward"
             )
-        if isinstance(options.get("count"), Mapping):
+        count = options.get("count")
+        if isinstance(count, Mapping):
             raise UsageError(
                 "count= is a dict of several losses, and training_step returns one: give one "
                 "function, or count_tokens(...)"
             )
         # refuses what makes no sense now, and not when training begins
-        ElasticMBS(torch.nn.Identity(), **options | {"log": None})
+        without_log: Options = {**options, "log": None}
+        ElasticMBS(torch.nn.Identity(), **without_log)
         self._options = options
+        self._count = count
         self._state: dict[str, Any] = {}  # from a checkpoint, until there is a runtime
         self._module: LightningModule | None = None
         self._runtime: ElasticMBS | None = None
@@ -73,13 +71,14 @@ class ElasticCallback(Callback):
                     "ElasticCallback.runtime is there once a Trainer with this callback has begun "
                     "to fit, validate, test or predict"
                 )
-            self._runtime = ElasticMBS(self._module, **self._options | self._backward(self._module))
+            options: Options = {**self._options, **self._backward(self._module)}
+            self._runtime = ElasticMBS(self._module, **options)
             if self._state:
                 self._runtime.load_state_dict(self._state)
         return self._runtime
 
-    def _backward(self, module: LightningModule) -> dict[str, Any]:
-        """Backward is the engine's, but where the user or manual optimisation has a way of its own."""
+    def _backward(self, module: LightningModule) -> Options:
+        """Return the options of backward: the engine's, or the user's own where there is one."""
         gradients = self._options.get("gradients") or GradientOptions()
         if not module.automatic_optimization:
             return {"gradients": replace(gradients, backward=module.manual_backward)}
@@ -97,7 +96,7 @@ class ElasticCallback(Callback):
         self._leave()
         if self._module is not pl_module:
             self._module, self._runtime = pl_module, None
-        self._steps = Steps(trainer, lambda: self.runtime, self._options.get("count"))
+        self._steps = Steps(trainer, lambda: self.runtime, self._count)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives the steps back."""

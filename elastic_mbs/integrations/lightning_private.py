@@ -107,7 +107,8 @@ class Steps:
 
         if zero_grad is not None:
             zero_grad()
-        door = self._runtime().eval if forward_only else self._runtime().backward
+        runtime = self._runtime()
+        door = partial(runtime.evaluate, outputs="device") if forward_only else runtime.backward
         result = log.run(door, step, arguments["batch"])
         loss, extra = (
             result
@@ -144,7 +145,8 @@ class Steps:
         def step(piece: Any) -> Any:
             return whole_step(piece, *others)
 
-        return log.whole(log.run(self._runtime().eval, step, batch))
+        evaluate = partial(self._runtime().evaluate, outputs="device")
+        return log.whole(log.run(evaluate, step, batch))
 
 
 class _Piece:

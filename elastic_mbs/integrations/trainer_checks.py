@@ -27,9 +27,8 @@ def check_class(cls: type, mixin: type) -> None:
         if package == "sentence_transformers":
             raise UnsupportedError(
                 f"{base.__name__}: the losses of sentence_transformers compare the samples of a "
-                "batch with each other, so pieces have another loss. "
-                "Write the loop with mbs.backward(embed_fn, batch, loss=over_embeddings), which "
-                "is exact"
+                "batch with each other, so pieces have another loss. Write the loop with "
+                "mbs.backward_embeddings(embed_fn, loss_fn, batch), which is exact"
             )
         if package == "trl" and base.__name__ not in ("SFTTrainer", "_BaseTrainer"):
             raise UnsupportedError(

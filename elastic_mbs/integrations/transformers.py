@@ -24,10 +24,10 @@ from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
-from elastic_mbs.integrations.runtime_options import check_names
 from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
 from elastic_mbs.integrations.trl_metrics import BatchMetrics, Note
 from elastic_mbs.memory import oom
+from elastic_mbs.options import Options, check_names
 from elastic_mbs.runtime import ElasticMBS
 
 if TYPE_CHECKING:
@@ -42,6 +42,13 @@ _TAKEN = ("outputs", "reduction", "scaler")  # options of the runtime that follo
 _ROUGH, _FINE = 2e-2, 1e-4
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
+
+
+class TrainerOptions(Options, total=False):
+    """The options of `elastic=`: those of `ElasticMBS`, and two of the trainer's own."""
+
+    optimizer_step: bool
+    verify: bool
 
 
 class ElasticTrainerMixin(_Base):
@@ -69,7 +76,7 @@ class ElasticTrainerMixin(_Base):
         TRANSFORMERS.check()
         check_class(cls, ElasticTrainerMixin)
 
-    def __init__(self, *args: Any, elastic: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, elastic: TrainerOptions | None = None, **kwargs: Any) -> None:
         self._elastic_options = _checked({} if elastic is None else elastic)
         self._elastic_of: tuple[object, ElasticMBS] | None = None  # a model and its runtime
         self._elastic_verified = set[bool]()
@@ -240,19 +247,21 @@ class ElasticTrainerMixin(_Base):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """The trainer's own step on every piece: loss, logits and labels of the whole batch, on the host where `eval_accumulation_steps` is set."""
-        mbs, to = self.elastic, "device" if self.args.eval_accumulation_steps is None else "cpu"
+        mbs = self.elastic
         if not mbs.enabled:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
         metrics = BatchMetrics(self)
         try:
-            found = mbs.eval(
-                self._elastic_predict,
+            found = mbs.evaluate(
+                functools.partial(
+                    self._elastic_predict,
+                    model=model,
+                    prediction_loss_only=prediction_loss_only,
+                    ignore_keys=ignore_keys,
+                    metrics=metrics,
+                ),
                 inputs,
-                model,
-                prediction_loss_only,
-                ignore_keys,
-                metrics,
-                to=to,  # type: ignore[arg-type]  # one of the two
+                outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
             )
         except BaseException:
             metrics.restore()

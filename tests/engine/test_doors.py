@@ -203,7 +203,7 @@ def test_disabled_gives_outputs_totals_and_callbacks_and_uses_scaler_and_backwar
     elastic(model, enabled=False, backward=log.append).backward(cross_entropy(model), batch)
     assert len(log) == 2
     assert torch.equal(
-        elastic(model, enabled=False).eval(model, batch[0]), model(batch[0]).detach()
+        elastic(model, enabled=False).evaluate(model, batch[0]), model(batch[0]).detach()
     )
 
 
@@ -240,7 +240,9 @@ def test_the_batch_is_brought_to_the_model_either_way(door: Any, enabled: bool) 
         return loss
 
     if door == "eval":
-        elastic(model, micro_batch_size=4, enabled=enabled).eval(loss_fn, batch)
+        elastic(model, micro_batch_size=4, enabled=enabled).evaluate(
+            loss_fn, batch, outputs="device"
+        )
     else:
         once(door, model, loss_fn, batch, micro_batch_size=4, enabled=enabled)
     assert set(seen) == {"meta"}
@@ -271,19 +273,42 @@ def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> 
 
 @pytest.mark.parametrize("door", [1, 2])
 def test_arguments_of_any_name_reach_the_step_function(model: nn.Sequential, door: int) -> None:
-    """`loss_fn`, `batch` and `self` are names of the engine's own parameters, and may be the user's too."""
+    """`loss_fn`, `batch` and `self` are names of the engine's own parameters, `loss` was one."""
 
-    def step(piece: Pair, loss_fn: int, batch: int, self: int, fn: int) -> Tensor:
+    def step(piece: Pair, loss_fn: int, batch: int, self: int, fn: int, loss: Any) -> Tensor:
         assert (loss_fn, batch, self, fn) == (1, 2, 3, 4)
-        return cross_entropy(model)(piece)
+        scores: Tensor = loss(model(piece[0]), piece[1])
+        return scores
 
+    own: dict[str, Any] = {"loss_fn": 1, "self": 3, "fn": 4, "loss": nn.CrossEntropyLoss()}
     if door == 1:
-        elastic(model, micro_batch_size=4).backward(step, pairs(), loss_fn=1, batch=2, self=3, fn=4)
+        elastic(model, micro_batch_size=4).backward(step, pairs(), batch=2, **own)
     else:
         elastic_step(model, micro_batch_size=4, **quiet())(functools.partial(step, batch=2))(
-            pairs(), loss_fn=1, self=3, fn=4
+            pairs(), **own
         )
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(pairs()))) <= 1e-12
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("door", "functions", "name"),
+    [
+        ("evaluate", 1, "to"),
+        ("verify", 1, "loss"),
+        ("plan", 1, "size"),
+        ("backward_embeddings", 2, "loss"),
+        ("micro_batches", 0, "size"),
+    ],
+)
+def test_a_door_that_passes_nothing_on_says_where_arguments_go(
+    model: nn.Sequential, door: str, functions: int, name: str, enabled: bool
+) -> None:
+    call = functools.partial(getattr(elastic(model, enabled=enabled), door), *[model] * functions)
+    with pytest.raises(UsageError, match=rf"{door}\(\): .*'{name}'.* lambda or functools.partial"):
+        call(pairs(), **{name: 3})
+    with pytest.raises(UsageError, match=rf"{door}\(\): too many .* lambda or functools.partial"):
+        call(pairs(), 3)
 
 
 @dataclass

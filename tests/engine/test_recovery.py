@@ -23,6 +23,7 @@ from elastic_mbs.rollback.isolation import Isolation
 from tests.helpers.steps import (
     FailOn,
     Pair,
+    calls_of,
     cross_entropy,
     elastic,
     mlp,
@@ -43,7 +44,7 @@ def state() -> Iterator[CallState]:
     mbs = elastic(model, micro_batch_size=4, backward=Tensor.backward)
     micro_batches = mbs.micro_batches(pairs())
     next(micro_batches)
-    state = there(mbs._call).state
+    state = there(calls_of(mbs).current).state
     state.committed.append(Attempt(Range(0, 4)))
     state.profile.normalises_batch = True
     torch.rand(())

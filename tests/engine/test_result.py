@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
-from elastic_mbs import MicroBatchFloorError, Warned
-from elastic_mbs.engine import result as module
+from elastic_mbs import MicroBatchFloorError, Warned, calls
 from elastic_mbs.engine.result import StepResult, StoredOutput, map_outputs
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic
@@ -110,7 +109,7 @@ def test_outputs_that_only_some_pieces_have_can_be_read() -> None:
 def test_outputs_that_take_much_memory_are_told_of_once(
     place: Any, much: int, told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MUCH", much)
+    monkeypatch.setattr(calls, "MUCH", much)
     model, events = nn.Linear(3, 8), list[Any]()
     mbs = elastic(model, outputs=place, micro_batch_size=3, on_event=events.append)
 

@@ -272,7 +272,7 @@ def test_evaluation_of_a_wrapped_model_is_cut_too(make: Any) -> None:
     loop, x = make(), pairs(8)[0]
     mbs = loop.elastic()
     with InjectOOM(at=[2]) as inject:
-        outputs = mbs.eval(loop.model, x)
+        outputs = mbs.evaluate(loop.model, x)
     assert inject.hits
     assert error_of([outputs], [loop.plain(x)]) <= EXACT
     assert not outputs.requires_grad
@@ -290,10 +290,8 @@ def test_the_loop_written_out_and_a_loss_over_embeddings_give_the_gradient_too(m
             micro.backward(loop.loss_fn(micro.data))
     assert error_of(grads(loop.plain), wanted) <= EXACT
     loop.plain.zero_grad()
-    mbs.backward(
-        lambda piece: loop.model(piece[0]),
-        batch,
-        loss=lambda z: functional.cross_entropy(z, batch[1]),
+    mbs.backward_embeddings(
+        lambda piece: loop.model(piece[0]), lambda z: functional.cross_entropy(z, batch[1]), batch
     )
     assert error_of(grads(loop.plain), wanted) <= EXACT
 

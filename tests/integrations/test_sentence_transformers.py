@@ -91,10 +91,10 @@ def test_the_negatives_are_the_whole_batchs_whatever_runs_out_of_memory(
         at += 23
         model.zero_grad()
         with InjectOOM(at=[at]) as inject, elastic(model, micro_batch_size=3) as mbs:
-            mbs.backward(
+            mbs.backward_embeddings(
                 embed(model),
+                lambda embeddings: loss.compute_loss_from_embeddings(embeddings, None),
                 columns,
-                loss=lambda embeddings: loss.compute_loss_from_embeddings(embeddings, None),
             )
         hit = bool(inject.hits)
         struck += hit

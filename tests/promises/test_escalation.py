@@ -187,7 +187,7 @@ def test_an_evaluation_is_not_escalated_and_what_was_tried_is_named() -> None:
     events: list[Event] = []
     mbs = elastic(model, escalate=("checkpoint", "offload"), on_event=events.append)
     with InjectOOM(always_from=2), pytest.raises(MicroBatchFloorError, match="does not fit\\. "):
-        mbs.eval(lambda piece: model(piece[0]), batch)
+        mbs.evaluate(lambda piece: model(piece[0]), batch)
     assert not ways_of(events)
     with (
         InjectOOM(always_from=20),

@@ -329,10 +329,10 @@ def test_an_evaluation_is_compared_whatever_the_model_gives(
     mine = write(returning(model, "lambda b: F.cross_entropy(m(b[0]).t(), b[1])"))
     plain = perform_one("eval_between", mine, 18)
     assert (plain.verdict, plain.differences.whole_loss is None) == ("ok", False)
-    evaluate = ElasticMBS.eval
+    evaluate = ElasticMBS.evaluate
     monkeypatch.setattr(
         ElasticMBS,
-        "eval",
+        "evaluate",
         lambda self, fn, batch: evaluate(
             self, lambda piece: fn([part.flip(0)[1:] for part in piece]), batch
         ),

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport
+from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport, Policy
 from elastic_mbs.cli.plan.chart import draw
 from elastic_mbs.cli.plan.job import Job, load
 
@@ -89,13 +89,14 @@ def _measure(mbs: ElasticMBS, job: Job) -> None:
         for planned in mbs.plan(job.loss_fn, job.batch, optimizer=job.optimizer).sizes
         if planned.fits and planned.peak is not None
     ]
+    margin = (job.options.get("policy") or Policy()).margin
     # the largest, and that halved twice
     for peak in dict.fromkeys([*fitting[:1], *fitting[:3][-1:]]):
         mbs.plan(
             job.loss_fn,
             job.batch,
             optimizer=job.optimizer,
-            budget=int(peak / (1 - mbs.settings.policy.margin)) + 1,
+            budget=int(peak / (1 - margin)) + 1,
         )
         for _ in range(CALLS):
             mbs.backward(job.loss_fn, job.batch)
