@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from elastic_mbs.engine.context import Context
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.misuse import running_call
 from elastic_mbs.engine.profile import graphs_made, names_of
-from elastic_mbs.engine.result import Stats, StepResult, stored_bytes
+from elastic_mbs.engine.result import Stats, StepResult, add_to, stored_bytes
 from elastic_mbs.errors import IncompleteBatchError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
@@ -31,18 +32,23 @@ from elastic_mbs.options import OutputPlace
 MUCH = 2**30
 
 
+KEPT = 500  # calls in the history
+
+
 class Calls:
     """The calls of one runtime. `elastic_mbs.disabled.DisabledCalls` has the same methods.
 
     Attributes:
         last_result: result of the latest training call.
         stats: totals over all calls.
+        history: size at the end and out-of-memory errors of each of the last training calls.
         current: the call that runs, or that a loop has left early.
     """
 
     def __init__(self, context: Context, batches: BatchReader) -> None:
         self.last_result: StepResult | None = None
         self.stats = Stats()
+        self.history: deque[tuple[int, int]] = deque(maxlen=KEPT)
         self.current: Call | None = None
         self._context = context
         self._batches = batches
@@ -200,10 +206,11 @@ class Calls:
         if self.current is call:
             self.current = None  # it holds the batch
         training = call.state.training
-        self.stats.add(result, call.state.view.length, training=training)
+        add_to(self.stats, result, call.state.view.length, training=training)
         self.stats.graphs += graphs_made() - call.state.graphs
         if training:
             self.last_result = result
+            self.history.append((result.micro_batch_size, result.ooms))
             self._check_size(result, call.state.key.name)
         if self._context.telemetry is not None:
             self._context.telemetry.done(

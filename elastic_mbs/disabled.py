@@ -26,12 +26,14 @@ class DisabledCalls:
     Attributes:
         last_result: result of the latest training pass.
         stats: stay at zero.
+        history: stays empty.
         total: the counts of the batch that is running; None between passes.
     """
 
     def __init__(self, context: Context, batches: BatchReader) -> None:
         self.last_result: StepResult | None = None
         self.stats = Stats()
+        self.history: tuple[tuple[int, int], ...] = ()
         self.total: Any = None
         self._context = context
         self._batches = batches

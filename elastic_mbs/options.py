@@ -35,8 +35,21 @@ Pieces = Literal["in_order", "by_length"]
 OutputPlace = Literal["cpu", "device"] | None
 
 
-@dataclass(frozen=True)
-class GradientOptions:
+class _Group:
+    """A group of options."""
+
+    def __repr__(self) -> str:
+        """Return the options that differ from their defaults."""
+        given = [
+            f"{item.name}={getattr(self, item.name)!r}"
+            for item in fields(self)  # type: ignore[arg-type]  # each group is a dataclass
+            if getattr(self, item.name) != item.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class GradientOptions(_Group):
     """How gradients are made and summed.
 
     Attributes:
@@ -70,8 +83,8 @@ class GradientOptions:
         _check_callables(self, "backward")
 
 
-@dataclass(frozen=True)
-class RecoveryOptions:
+@dataclass(frozen=True, repr=False)
+class RecoveryOptions(_Group):
     """What happens after an out-of-memory error.
 
     Attributes:
@@ -110,8 +123,8 @@ class RecoveryOptions:
         _check_callables(self, "is_oom", "on_fatal")
 
 
-@dataclass(frozen=True)
-class MemoryOptions:
+@dataclass(frozen=True, repr=False)
+class MemoryOptions(_Group):
     """Where the batch goes, how memory is read, and how long a call waits for it.
 
     Attributes:

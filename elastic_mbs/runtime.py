@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
@@ -23,10 +23,13 @@ from elastic_mbs.engine.model import TrainedModel
 from elastic_mbs.engine.result import Stats, StepResult
 from elastic_mbs.engine.verify import VerifyReport
 from elastic_mbs.errors import UsageError
-from elastic_mbs.memory import Reading
+from elastic_mbs.events import format_bytes
+from elastic_mbs.memory import Headroom, Reading
 from elastic_mbs.options import Options, OutputPlace, Settings, check_names, event_log
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.rehearsal import Rehearsal
+from elastic_mbs.sinks.notebook import memory_bar, runtime_html, sentence
+from elastic_mbs.sinks.progress import progress_bar
 
 
 class ElasticMBS:
@@ -362,6 +365,67 @@ class ElasticMBS:
 
     # ------------------------------------------------------------------ what is seen from outside
 
+    def __repr__(self) -> str:
+        """Return name, model, size, errors and headroom, without a new memory reading."""
+        settings = self._context.settings
+        models = ", ".join(type(root).__name__ for root in self._context.model.roots)
+        head = f"ElasticMBS {settings.name!r} of {models}"
+        if not self.enabled:
+            return f"<{head}: disabled>"
+        calls = self.stats.calls
+        last = self.last_result
+        size = settings.micro_batch_size if last is None else last.micro_batch_size
+        return f"<{head}: {calls} calls, micro-batch {size}, {self._progress()}>"
+
+    def _repr_html_(self) -> str:
+        """Return a notebook's view: the sizes of the last calls, their errors, and memory."""
+        stats = self.stats
+        facts = {
+            "calls": stats.calls,
+            "samples": stats.samples,
+            "out of memory": stats.ooms,
+            "replayed samples": stats.replayed_samples,
+        }
+        seen = self._context.monitor.cached()
+        if isinstance(seen, Headroom):
+            memory = memory_bar(seen.held_by_others, seen.capacity - seen.free, seen.free)
+        else:
+            memory = sentence(seen.in_words())
+        return runtime_html(repr(self).strip("<>"), facts, self._calls.history, memory)
+
+    def progress(self, iterable: Iterable[Any] | None = None, /, **options: Any) -> Any:
+        """Return a `tqdm` progress bar with micro-batch, out-of-memory errors and headroom.
+
+        ```python
+        for batch in mbs.progress(loader):
+            mbs.backward(loss_fn, batch)
+        ```
+
+        Needs `pip install 'elastic-mbs[progress]'`. The figures are read when the bar is drawn,
+        and cost a step nothing.
+
+        Args:
+            iterable: as for `tqdm`.
+            **options: passed on to `tqdm`.
+
+        Raises:
+            UsageError: tqdm is not installed.
+        """
+
+        def postfix() -> str:
+            last = self.last_result
+            size = [] if last is None else [f"micro-batch {last.micro_batch_size}"]
+            return ", ".join([*size, self._progress()])
+
+        return progress_bar(iterable, postfix, options)
+
+    def _progress(self) -> str:
+        """Return the errors survived and the headroom, where it is known, in words."""
+        ooms = self._calls.stats.ooms
+        seen = self._context.monitor.cached()
+        free = f", {format_bytes(seen.free)} free" if isinstance(seen, Headroom) else ""
+        return f"{ooms} OOM{'s' * (ooms != 1)}{free}"
+
     def state_dict(self) -> dict[str, object]:
         """Return what was learned of sizes and memory, as JSON; save it with the optimizer's."""
         return {"version": 1, "controller": self._context.controller.state_dict()}
@@ -399,7 +463,8 @@ class ElasticMBS:
     @property
     def stats(self) -> Stats:
         """The totals over all calls so far, as a copy."""
-        return self._calls.stats.copy()
+        stats = self._calls.stats
+        return replace(stats, sizes=dict(stats.sizes))
 
     @property
     def total(self) -> Any:

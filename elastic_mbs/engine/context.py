@@ -24,11 +24,10 @@ from elastic_mbs.memory import (
     Monitor,
     Reading,
     UsageMeter,
-    margin_of,
     oom,
-    refuse_devices,
     sensor_for,
 )
+from elastic_mbs.memory.host_guard import margin_of, refuse_devices
 from elastic_mbs.memory.sensor import trouble_with
 from elastic_mbs.noise_scale import Smoothed
 from elastic_mbs.options import Settings

@@ -22,9 +22,10 @@ from elastic_mbs.memory import oom
 from elastic_mbs.memory.budget import MemoryBudget, on_host
 from elastic_mbs.noise_scale import NoiseScale
 from elastic_mbs.options import OutputPlace
+from elastic_mbs.sinks.notebook import result_html
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StepResult:
     """The outcome of one call.
 
@@ -79,6 +80,31 @@ class StepResult:
         return oom.retry(
             "read the loss", lambda: float(self.loss), {loss.device for loss in self._losses}
         )
+
+    def __repr__(self) -> str:
+        """Return the loss and how the batch was split; waits for the device."""
+        return (
+            f"StepResult(loss={self._loss_text()}, pieces={len(self.partition)}, "
+            f"micro_batch_size={self.micro_batch_size}, ooms={self.ooms}, "
+            f"replayed_samples={self.replayed_samples})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return a notebook's view: loss, errors, and the pieces."""
+        facts = {
+            "loss": self._loss_text(),
+            "pieces": len(self.partition),
+            "micro-batch": self.micro_batch_size,
+            "out of memory": self.ooms,
+            "replayed samples": self.replayed_samples,
+        }
+        return result_html(facts, self.partition)
+
+    def _loss_text(self) -> str:
+        try:
+            return f"{float(self):.6g}"
+        except RuntimeError:  # a lost device, or one without data
+            return "?"
 
     def __format__(self, spec: str) -> str:
         """The loss in an f-string: `f"{result:.4f}"`; waits for the device.
@@ -151,19 +177,17 @@ class Stats:
     sizes: dict[int, int] = field(default_factory=dict)
     graphs: int = 0
 
-    def add(self, result: StepResult, samples: int, *, training: bool) -> None:
-        """Counts one finished call."""
-        self.ooms += result.ooms
-        self.replayed_samples += result.replayed_samples
-        if training:
-            self.calls += 1
-            self.samples += samples
-            self.pieces += len(result.partition)
-            self.sizes[result.micro_batch_size] = self.sizes.get(result.micro_batch_size, 0) + 1
 
-    def copy(self) -> Stats:
-        """A copy that does not change any more."""
-        return replace(self, sizes=dict(self.sizes))
+def add_to(stats: Stats, result: StepResult, samples: int, *, training: bool) -> None:
+    """Count one finished call."""
+    stats.ooms += result.ooms
+    stats.replayed_samples += result.replayed_samples
+    if training:
+        stats.calls += 1
+        stats.samples += samples
+        stats.pieces += len(result.partition)
+        size = result.micro_batch_size
+        stats.sizes[size] = stats.sizes.get(size, 0) + 1
 
 
 class StoredOutput:
