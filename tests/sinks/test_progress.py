@@ -20,7 +20,7 @@ def test_the_bar_shows_what_the_runtime_knows_when_it_is_drawn() -> None:
         with mbs.progress([pairs()] * 3, file=shown, desc="steps", mininterval=0) as bar:
             assert isinstance(bar, tqdm)
             bar.set_postfix(epoch=2)
-            seen = []
+            seen = list[str]()
             for batch in bar:
                 with InjectOOM(at=[1] if len(seen) == 1 else []):
                     mbs.backward(cross_entropy(model), batch)
@@ -30,7 +30,7 @@ def test_the_bar_shows_what_the_runtime_knows_when_it_is_drawn() -> None:
     assert [line[line.index("epoch") :] for line in seen] == [
         "epoch=2, micro-batch 8, 0 OOMs, 8.0 MiB free]",
         "epoch=2, micro-batch 4, 1 OOM, 8.0 MiB free]",
-        "epoch=2, micro-batch 4, 1 OOM, 8.0 MiB free]",
+        "epoch=2, micro-batch 8, 1 OOM, 8.0 MiB free]",
     ]
     assert "3/3" in shown.getvalue()
 
