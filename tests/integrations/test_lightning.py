@@ -152,14 +152,14 @@ def struck(monkeypatch: pytest.MonkeyPatch, door: str, inject: InjectOOM) -> Non
     """Has operations of the calls of one door fail, and no others."""
     call = getattr(ElasticMBS, door)
 
-    def run_struck(self: ElasticMBS, *args: Any) -> Any:
+    def run_struck(self: ElasticMBS, *args: Any, **kwargs: Any) -> Any:
         with inject:
-            return call(self, *args)
+            return call(self, *args, **kwargs)
 
     monkeypatch.setattr(ElasticMBS, door, run_struck)
 
 
-@pytest.mark.parametrize("door", ["backward", "eval"])
+@pytest.mark.parametrize("door", ["backward", "evaluate"])
 def test_an_error_at_any_operation_of_a_step_changes_nothing(
     door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

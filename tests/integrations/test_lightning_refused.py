@@ -89,11 +89,11 @@ def test_a_step_that_could_not_be_replayed_is_refused_with_the_way_out(
     [
         (
             {"batch_size": 4},
-            "ElasticCallback has no option 'batch_size'; there are micro_batch_size",
+            "ElasticCallback has no option 'batch_size': did you mean micro_batch_size=…",
         ),
         ({"micro_batch_size": 0}, "micro_batch_size=0 is neither"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, "Lightning's: Trainer"),
-        ({"gradients": GradientOptions(backward=print)}, "Lightning's: Trainer"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "ElasticCallback sets scaler= by itself"),
+        ({"gradients": GradientOptions(backward=print)}, "Lightning's: override"),
         ({"count": {"loss": None}}, "training_step returns one"),
     ],
     ids=["unknown", "wrong", "scaler", "backward", "losses"],

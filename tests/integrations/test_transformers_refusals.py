@@ -239,9 +239,9 @@ def test_an_optimizer_that_steps_inside_backward_is_refused(tmp_path: Any) -> No
     [
         (
             {"mirco_batch_size": 4},
-            "elastic= has no option 'mirco_batch_size'; there are micro_batch_size, count",
+            "elastic= has no option 'mirco_batch_size': did you mean micro_batch_size=…",
         ),
-        ({"scaler": None}, "elastic= has no option 'scaler'"),
+        ({"scaler": None}, "elastic= sets scaler= by itself: leave it out"),
         ({"optimizer_step": "yes"}, "'optimizer_step': 'yes'} is neither True nor False"),
         (
             {"count": {"a": len}},
