@@ -63,7 +63,7 @@ class Calls:
         self._steps.start()
 
     def leave(self, error: BaseException | None) -> None:
-        """Check what a runtime's `with` block has left unfinished when it ends, by `error` or not."""
+        """Check for unfinished work at the end of a `with` block, which ends by `error` or None."""
         if error is None:
             self.check_complete()
             return

@@ -50,7 +50,7 @@ class _Group:
 
 @dataclass(frozen=True, repr=False)
 class GradientOptions(_Group):
-    """How gradients are made and summed.
+    """Options of the gradients: how they are made and summed.
 
     Attributes:
         accumulate_dtype: type in which half-precision gradients are summed over the pieces;
@@ -85,7 +85,7 @@ class GradientOptions(_Group):
 
 @dataclass(frozen=True, repr=False)
 class RecoveryOptions(_Group):
-    """What happens after an out-of-memory error.
+    """Options of recovery from an out-of-memory error.
 
     Attributes:
         replay: "auto", or "isolate" to keep each piece's gradients apart until it has succeeded
@@ -94,11 +94,11 @@ class RecoveryOptions(_Group):
         generators: random generators of the user's (torch, random, numpy) that a step draws from,
             to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
-        escalate: what is done, one after the other, when the smallest micro-batch does not fit:
-            "offload" keeps what forward saves for backward on the host (training on a CPU gains
-            nothing); "checkpoint" runs blocks of the model again in backward: by its own
-            `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or
-            `nn.Sequential`.
+        escalate: measures that are taken, one after the other, when the smallest micro-batch does
+            not fit. "offload" keeps the tensors that forward saves for backward on the host
+            (training on a CPU gains nothing). "checkpoint" runs blocks of the model again in
+            backward: by its own `gradient_checkpointing_enable`, or the children of its longest
+            `nn.ModuleList` or `nn.Sequential`.
         on_fatal: called with the error, state already restored, before a call ends by a
             `RecoveryError`: the chance to save.
     """
@@ -125,7 +125,7 @@ class RecoveryOptions(_Group):
 
 @dataclass(frozen=True, repr=False)
 class MemoryOptions(_Group):
-    """Where the batch goes, how memory is read, and how long a call waits for it.
+    """Options of memory: where pieces go, how memory is read, how long a call waits for it.
 
     Attributes:
         device: where pieces are moved: "auto" is the model's device, None leaves them where they
@@ -248,7 +248,7 @@ def _meant(name: object, options: Mapping[Any, Any], known: Sequence[str]) -> st
 
 @dataclass(frozen=True)
 class Settings:
-    """All options of a runtime, which stay as they are for its life."""
+    """The options of a runtime, fixed for its life."""
 
     name: str = "elastic_mbs"
     micro_batch_size: int | Literal["auto"] = "auto"
@@ -337,12 +337,12 @@ class Settings:
 
     @property
     def plain(self) -> bool:
-        """Whether a piece's backward is `loss.backward()` and adds to `.grad` in place."""
+        """True if a piece's backward is `loss.backward()` and adds to `.grad` in place."""
         return self.scaler is None and self.gradients.backward is None and not self.isolates
 
     @property
     def isolates(self) -> bool:
-        """Whether each piece's gradient is kept apart until it has succeeded."""
+        """True if each piece's gradient is kept apart until it has succeeded."""
         gradients = self.gradients
         return (
             self.recovery.replay == "isolate"
@@ -357,7 +357,10 @@ def event_log(
     log: str | os.PathLike[str] | None,
     on_event: Sink | Iterable[Sink],
 ) -> EventLog:
-    """Where a runtime's events go: first to the run log, because a user's sink can raise."""
+    """Return the log of a runtime's events.
+
+    The run log comes first, because a user's sink can raise.
+    """
     run_log = () if log is None else (RunLog(log, partial(describe, settings, devices)),)
     sinks = (
         tuple(on_event)
@@ -370,7 +373,10 @@ def event_log(
 
 
 def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:
-    """The fields of a run log's header that describe a runtime: versions, device, and the options that are numbers, flags and strings."""
+    """Return the fields of a run log's header that describe a runtime.
+
+    They are versions, device, and the options that are numbers, flags and strings.
+    """
     policy = asdict(settings.policy) | {"min_micro_batch_size": settings.limits.minimum}
     listed = {
         name: policy.pop(name)

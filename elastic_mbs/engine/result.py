@@ -32,8 +32,8 @@ class StepResult:
     Attributes:
         partition: the committed pieces as (start, stop) ranges of samples, in the batch's order, or
             in `order`.
-        micro_batch_size: the size in force when the call ended, in samples; of a sorted batch in
-            what so many of its longest samples take.
+        micro_batch_size: the size in force when the call ended, in samples. Pieces of a sorted
+            batch may hold more: as many elements as this number of its longest samples.
         ooms: out-of-memory errors survived in this call.
         replayed_samples: samples that were run again.
         skipped: ranges that were not run because all their counts are zero; they have no outputs.
@@ -76,7 +76,7 @@ class StepResult:
         return self._losses[0]
 
     def __float__(self) -> float:
-        """The loss as a number; waits for the device."""
+        """Return the loss as a number; waits for the device."""
         return oom.retry(
             "read the loss", lambda: float(self.loss), {loss.device for loss in self._losses}
         )
@@ -107,15 +107,12 @@ class StepResult:
             return "?"
 
     def __format__(self, spec: str) -> str:
-        """The loss in an f-string: `f"{result:.4f}"`; waits for the device.
-
-        Without a format, the whole result.
-        """
+        """Return the loss in a format, `f"{result:.4f}"`; without one, the whole result."""
         return format(float(self), spec) if spec else str(self)
 
     @property
     def outputs(self) -> Any:
-        """What `loss_fn` returned besides the loss, joined over the committed pieces in the batch's order, or None."""
+        """The values that `loss_fn` returned besides the loss, in the batch's order, or None."""
         if self._outputs:
             lengths = [stop - start for start, stop in self.partition]
             with on_host(all(stored is None or stored.on_host for stored in self._outputs)):
@@ -156,14 +153,14 @@ def stored_bytes(result: StepResult) -> int:
 
 @dataclass
 class Stats:
-    """What a runtime has been through since it was made.
+    """The totals over all calls of a runtime.
 
     Attributes:
         calls: training calls that finished.
         samples: samples in them.
         pieces: micro-batches that committed.
-        ooms: out-of-memory errors survived, those of `eval` too.
-        replayed_samples: samples that were run again, those of `eval` too.
+        ooms: out-of-memory errors survived, those of `evaluate` too.
+        replayed_samples: samples that were run again, those of `evaluate` too.
         sizes: how many calls ended at each micro-batch size.
         graphs: graphs that `torch.compile` made while a call ran: a piece of a new length can need
             one.
@@ -191,7 +188,10 @@ def add_to(stats: Stats, result: StepResult, samples: int, *, training: bool) ->
 
 
 class StoredOutput:
-    """One piece's outputs, detached, and on their way to the host where that was asked for: `get` waits for the copy, storing does not."""
+    """One piece's outputs, detached, and on their way to the host where that was asked for.
+
+    Storing does not wait for the copy, `get` does.
+    """
 
     def __init__(self, value: Any, place: OutputPlace) -> None:
         self.on_host = place == "cpu"
@@ -229,18 +229,18 @@ class StoredOutput:
             return pinned
         virtual = (budget := MemoryBudget.current()) is not None and budget.covers(tensor.device)
         with on_host(virtual):
-            # what the step did not compute (a buffer, say) can change later
+            # a tensor that the step did not compute (a buffer, say) can change later
             return tensor.to("cpu", copy=virtual or not own)
 
     def get(self) -> Any:
-        """The outputs, once the copy is done."""
+        """Return the outputs, once the copy is done."""
         if self._event is not None:  # cuda-only
             self._event.synchronize()
         return self._value
 
 
 def check_not_overwritten(stored: list[StoredOutput | None]) -> None:
-    """Refuses outputs on the device that a later piece has written over."""
+    """Refuse outputs on the device that a later piece has written over."""
     kept = [piece.kept for piece in stored if piece is not None]
     pieces = Counter(chain.from_iterable(kept))
     if any(
@@ -250,8 +250,8 @@ def check_not_overwritten(stored: list[StoredOutput | None]) -> None:
     ):
         raise UsageError(
             "an output was overwritten by a later piece: the function returns the same memory "
-            "each time. Return a copy (output.clone()), or have "
-            'outputs moved to the host piece by piece (outputs="cpu")'
+            "each time. Return a copy (output.clone()), or have outputs moved to the host piece "
+            'by piece (outputs="cpu")'
         )
 
 
@@ -270,10 +270,11 @@ _CLOSED = (
 
 
 def map_outputs(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of `value`, of whatever objects it is made (a decoder's cache, say), with `fn` applied to each tensor once.
+    """Return a copy of `value` with `fn` applied to each tensor once.
 
-    Objects from which no tensor is reached are handed on. Those that cannot be deep-copied are,
-    too, and the tensors inside keep their graph.
+    `value` may be made of any objects (a decoder's cache, say). Objects from which no tensor is
+    reached are handed on. Objects that cannot be deep-copied are, too, and the tensors inside
+    keep their graph.
     """
     if kind_of(type(value)).role is Role.TENSOR:
         return fn(value)
@@ -283,13 +284,15 @@ def map_outputs(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:
-        # an object that is not to be copied can say so in any way, and a chain of objects can be
-        # too long
+        # an object may refuse to be copied in any way, and a chain of objects may be too long
         return map_tensors(value, fn)
 
 
 def _copied(value: Any, fn: Callable[[Tensor], Tensor]) -> dict[int, Any]:
-    """What `copy.deepcopy` is to take as copied, by id: tensors as `fn` has mapped them, and whatever reaches none as it is."""
+    """Return the memo for `copy.deepcopy`, by id.
+
+    Tensors are in it as `fn` has mapped them, and objects that reach no tensor as they are.
+    """
     found: dict[int, Any] = {}
     holders = defaultdict[int, list[int]](list)
     mapped: dict[int, Any] = {}

@@ -33,14 +33,15 @@ def elastic(
 ) -> ElasticMBS:
     """Return the runtime for prepared models.
 
-    Its `backward(loss_fn, batch)` stands for `accelerator.backward(loss_fn(batch))`. Everything else of the loop stays: `accelerator.clip_grad_norm_`, `optimizer.step()` (or
-    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, where
-    `accelerator.register_for_checkpointing(mbs)` adds what was learned of sizes. `loss_fn` calls
+    Its `backward(loss_fn, batch)` stands for `accelerator.backward(loss_fn(batch))`. Everything
+    else of the loop stays: `accelerator.clip_grad_norm_`, `optimizer.step()` (or
+    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, to which
+    `accelerator.register_for_checkpointing(mbs)` adds the sizes that were learned. `loss_fn` calls
     the prepared model.
 
     Args:
         accelerator: of one process; its `gradient_accumulation_steps` is 1.
-        model: what `accelerator.prepare` gave back, or a sequence of such models.
+        model: the model that `accelerator.prepare` returned, or a sequence of such models.
         **options: those of `ElasticMBS`, but for `scaler` and `GradientOptions(backward=)`, which
             are accelerate's.
 

@@ -33,14 +33,15 @@ def elastic(
 ) -> ElasticMBS:
     """Return the runtime for models that Fabric has set up.
 
-    Its `backward(loss_fn, batch)` stands for `fabric.backward(loss_fn(batch))`. Everything else of the loop stays: `fabric.clip_gradients`, `optimizer.step()` (or
-    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, where `fabric.save(path, {"model":
-    model, "elastic": mbs})` adds what was learned of sizes. `loss_fn` calls the model of
-    `fabric.setup`.
+    Its `backward(loss_fn, batch)` stands for `fabric.backward(loss_fn(batch))`. Everything else of
+    the loop stays: `fabric.clip_gradients`, `optimizer.step()` (or
+    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, to which
+    `fabric.save(path, {"model": model, "elastic": mbs})` adds the sizes that were learned.
+    `loss_fn` calls the model of `fabric.setup`.
 
     Args:
         fabric: of one process and one device.
-        model: what `fabric.setup` gave back, or a sequence of such models.
+        model: the model that `fabric.setup` returned, or a sequence of such models.
         **options: those of `ElasticMBS`, but for `scaler` and `GradientOptions(backward=)`, which
             are Fabric's.
 
