@@ -1,4 +1,4 @@
-"""The demo: it survives, trains the same model, prints what happened, and notices when something is wrong."""
+"""The demo survives, trains the same model, tells of it, and notices when something is wrong."""
 
 import math
 import random

@@ -419,9 +419,7 @@ def test_any_text_is_read_without_raising(text: str) -> None:
     assert judge(variables(PYTORCH_ALLOC_CONF=text))
 
 
-def test_settings_are_read_as_torch_writes_them_and_conflict_where_they_differ_in_more_than_their_order() -> (
-    None
-):
+def test_settings_conflict_where_they_differ_in_more_than_order() -> None:
     text = " max_split_size_mb : 128 ,a,b:,:c,roundup_power2_divisions:[256:1,512:2,>:8],d:[1"
     assert settings({"PYTORCH_ALLOC_CONF": text}) == {
         "max_split_size_mb": "128",

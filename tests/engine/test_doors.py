@@ -1,4 +1,4 @@
-"""Three doors, one engine: what they share, switched on and off; and whatever is decorated stays the function that it was."""
+"""Three doors to one engine, switched on and off; a decorated function stays what it was."""
 
 import copy
 import functools
@@ -113,7 +113,7 @@ def _without_clock(state: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_runtime_is_not_copied_and_says_so(take: Callable[[Any], object]) -> None:
-    """A shallow copy would have shared everything, and a deep one failed at "cannot pickle '_thread.lock' object"."""
+    """A shallow copy would have shared everything, and a deep one failed at a lock."""
     with (
         elastic(mlp()) as mbs,
         pytest.raises(UsageError, match=r"neither copied nor pickled.*state_dict\(\)"),
@@ -221,7 +221,7 @@ def test_a_backward_of_ones_own_is_called_even_if_it_counts_as_false(
 def test_disabled_knows_the_total_and_takes_batches_that_could_not_be_cut(
     model: nn.Sequential, batch: Pair
 ) -> None:
-    """A `loss_fn` that normalises by itself has to work with the switch off too; with nothing to cut there is nothing to refuse."""
+    """A `loss_fn` that normalises by itself works with the switch off, too."""
     mbs = elastic(model, enabled=False, reduction="sum")
     mbs.backward(lambda b: 8 * cross_entropy(model)(b) / mbs.total, batch)
     elastic(model, enabled=False).backward(lambda b: cross_entropy(model)(b()), lambda: batch)
@@ -406,7 +406,7 @@ class _BatchNormTrainer:
     "copied", [None, copy.copy, copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))]
 )
 def test_an_instance_that_gets_another_model_or_is_a_copy_gets_another_runtime(copied: Any) -> None:
-    """The old model's was kept, by a shallow copy of the instance, too: what a failed attempt did to the new one's buffers was not put back."""
+    """The old model's runtime was kept, and the new one's buffers were not put back."""
     x, runtime_of = torch.randn(8, 4, dtype=torch.float64), _BatchNormTrainer.step.mbs
 
     def run(at: int) -> tuple[nn.Module, int]:

@@ -1,4 +1,4 @@
-"""The loss and the outputs of a call: of the whole batch, in its order, without a graph wherever in an object a tensor is."""
+"""Loss and outputs of a call: of the whole batch, in its order, without a graph."""
 
 import weakref
 from collections import deque
@@ -37,10 +37,8 @@ def test_the_loss_is_the_weighted_sum_of_the_pieces() -> None:
     assert found.loss is found.loss  # summed once
     assert (f"{found:.4f}", f"{found}") == ("0.7500", str(found))
     assert float(result([])) == 0.0
-    # no tensor
-    assert (
-        repr(found) == "StepResult(partition=((0, 2), (2, 3)), micro_batch_size=2, ooms=0, "
-        "replayed_samples=0, skipped=())"
+    assert repr(found) == (
+        "StepResult(loss=0.75, pieces=2, micro_batch_size=2, ooms=0, replayed_samples=0)"
     )
     mixed = StepResult(
         ((0, 1), (1, 2)),

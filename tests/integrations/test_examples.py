@@ -1,4 +1,4 @@
-"""The example scripts in tools/examples run as they are: they train, memory runs out, and the last line tells how often."""
+"""The example scripts run as they are: they train, and tell how often memory ran out."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""Lightning: a Trainer with the callback, under out-of-memory errors, trains and logs as one without it and without limits."""
+"""A Lightning Trainer with the callback, under errors, trains and logs as one without both."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_an_error_at_any_operation_of_a_step_changes_nothing(
 
 
 def test_an_error_at_any_operation_of_a_fit_is_recovered_from_or_was_lightnings_own() -> None:
-    """Between two calls Lightning records logs, copies the loss, and steps: what of that is ours is made again."""
+    """Between two calls Lightning records logs, copies the loss, and steps."""
     once: dict[str, Any] = {
         "max_epochs": 1,
         "limit_train_batches": 2,

@@ -1,4 +1,4 @@
-"""accelerate and Fabric: a loop with the runtime in it, under out-of-memory errors, trains as the framework's own loop without it."""
+"""A loop of accelerate or Fabric with the runtime, under errors, trains as one without both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sentence-transformers: the in-batch negatives of MultipleNegativesRankingLoss are the whole batch's, whatever runs out of memory."""
+"""The in-batch negatives of sentence-transformers are the whole batch's, under errors, too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Columns = tuple[dict[str, Tensor], ...]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A BERT of one layer with weights of its own, and a tokenizer trained on the text of Python's library."""
+    """A BERT of one layer, and a tokenizer trained on the text of Python's library."""
     here: Path = tmp_path_factory.mktemp("bert")
     words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

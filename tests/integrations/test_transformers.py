@@ -78,7 +78,7 @@ def test_memory_may_run_out_at_any_operation_of_a_step(
 
 
 def test_gradients_under_accumulation_are_exact_for_classifiers_where_stock_5_23_is_wrong() -> None:
-    """Stock 5.23 takes `**kwargs` of a model for the use of `num_items_in_batch`, and does not divide the loss by the accumulated batches."""
+    """Stock 5.23 does not divide the loss of a model with `**kwargs` by the batches."""
     model, data = bert("SequenceClassification"), rows("class")
     batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
     model.train()
@@ -167,7 +167,7 @@ def test_a_compiled_model_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     assert apart(ours, stock) <= ROUNDED
 
 
-# ---------------------------------------------------------------------- the step, checkpoints, logs, memory
+# ---------------------------------------------------------------------- step, checkpoints, logs
 
 
 def test_the_optimizers_step_is_guarded_where_that_is_asked_for() -> None:

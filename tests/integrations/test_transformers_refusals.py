@@ -1,4 +1,4 @@
-"""What a Trainer with the runtime in it refuses, each by one clear error that names the way out; and the private names that it relies on."""
+"""Refusals of a Trainer with the runtime, each an error that names the way out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny(**config: Any) -> Any:
 
 
 def rows(tokens: Callable[[int], int]) -> list[dict[str, Tensor]]:
-    """With as many labels as `tokens` says, of classes that are more often what an untrained model thinks in the longer ones."""
+    """`tokens` labels; in longer rows more of them are what an untrained model thinks."""
     found = []
     for i in range(8):
         ids = torch.arange(10) * (i + 3) % 40
@@ -262,7 +262,7 @@ def test_options_that_are_no_dict_are_named() -> None:
         ELASTIC(model=tiny(), elastic=True)
 
 
-# ---------------------------------------------------------------------- losses that are no mean over labels
+# ---------------------------------------------------------------------- other losses
 
 
 def by_sample(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

@@ -107,7 +107,7 @@ def bert(kind: str) -> Any:
 
 
 def rows(labels: str, n: int = 16) -> Data:
-    """`labels`: "tokens", of which each row has another number; "some tokens", of which some rows have none; "class"."""
+    """`labels`: "tokens" (numbers differ), "some tokens" (some rows have none), or "class"."""
     draw = torch.Generator().manual_seed(1)
     found = []
     for i in range(n):
@@ -166,7 +166,7 @@ def flat(tensors: Iterable[Tensor]) -> list[Tensor | None]:
 
 
 def apart(one: Any, other: Any) -> float:
-    """How far two trainers are from each other: trained weights, and every loss that they have logged."""
+    """How far two trainers are apart in their weights and in every loss that was logged."""
     losses = [
         flat(
             torch.tensor(log["loss"], dtype=torch.float64)
