@@ -380,7 +380,7 @@ def test_findings_are_printed_whole_as_json_and_as_text_that_fits(facts: Facts) 
     assert lines[-1] == summary(findings)
 
 
-def test_every_condition_of_the_code_is_in_the_table_and_the_other_way_round() -> None:
+def test_conditions_of_code_and_table_are_the_same() -> None:
     rules = [rule for groups in table().values() for group in groups.values() for rule in group]
     used = {
         condition

@@ -18,7 +18,7 @@ from elastic_mbs.cli.doctor.machine import collect, limits, nvml_facts, softly, 
 from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver, raiser
 
 
-def test_the_driver_is_read_with_the_real_binding_and_its_failures_are_kept_apart(
+def test_the_driver_is_read_and_its_failures_are_kept_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = FakeDriver(monkeypatch)

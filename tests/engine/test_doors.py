@@ -185,7 +185,7 @@ def test_disabled_starts_no_thread_and_watches_nothing() -> None:
         mbs.backward(loss_fn, pairs())
 
 
-def test_disabled_gives_outputs_totals_and_callbacks_and_uses_scaler_and_backward() -> None:
+def test_disabled_has_outputs_totals_callbacks_scaler_and_backward() -> None:
     model, batch, log = mlp(), pairs(), list[Any]()
     mbs = elastic(
         model, enabled=False, scaler=torch.amp.GradScaler("cpu", init_scale=4.0), reduction="sum"
@@ -405,7 +405,7 @@ class _BatchNormTrainer:
 @pytest.mark.parametrize(
     "copied", [None, copy.copy, copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))]
 )
-def test_an_instance_that_gets_another_model_or_is_a_copy_gets_another_runtime(copied: Any) -> None:
+def test_another_model_or_a_copy_gets_another_runtime(copied: Any) -> None:
     """The old model's runtime was kept, and the new one's buffers were not put back."""
     x, runtime_of = torch.randn(8, 4, dtype=torch.float64), _BatchNormTrainer.step.mbs
 
@@ -433,7 +433,7 @@ def test_an_instance_that_gets_another_model_or_is_a_copy_gets_another_runtime(c
     assert ooms
 
 
-def test_a_list_of_networks_that_is_made_anew_for_each_call_has_one_runtime() -> None:
+def test_a_list_of_networks_made_for_each_call_has_one_runtime() -> None:
     class Trainer:
         net = mlp()
 

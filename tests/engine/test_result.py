@@ -198,7 +198,7 @@ def test_a_tensor_in_any_object_loses_its_graph_and_the_original_keeps_it(
     assert get(found).tolist() == [2.0, 2.0]
 
 
-def test_objects_that_share_parts_do_so_in_the_copy_and_a_tensor_is_mapped_once() -> None:
+def test_objects_that_share_parts_share_them_in_the_copy() -> None:
     parent = SimpleNamespace(y=graph())
     parent.child = SimpleNamespace(parent=parent, y=parent.y)
     parent.ring = [parent.y]
@@ -251,7 +251,7 @@ class Chain(SimpleNamespace):
 
 
 @pytest.mark.parametrize("kind", [Single, Locked, Owner, Chain])
-def test_objects_that_cannot_be_copied_are_handed_on_and_their_neighbours_lose_their_graph(
+def test_objects_that_cannot_be_copied_are_handed_on(
     kind: Any,
 ) -> None:
     own = kind(y=graph())

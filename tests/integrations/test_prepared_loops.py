@@ -164,7 +164,7 @@ def _no_state_is_left_behind() -> Iterator[None]:
 
 @LOOPS
 @pytest.mark.parametrize("guarded", [False, True], ids=["plain-step", "guarded-step"])
-def test_a_run_that_runs_out_of_memory_at_any_operation_is_the_frameworks_own_run(
+def test_a_run_with_an_error_at_any_operation_is_the_frameworks_own(
     make: Any, guarded: bool
 ) -> None:
     wanted, at, hit = make().train(), 0, True
@@ -279,7 +279,7 @@ def test_evaluation_of_a_wrapped_model_is_cut_too(make: Any) -> None:
 
 
 @LOOPS
-def test_the_loop_written_out_and_a_loss_over_embeddings_give_the_gradient_too(make: Any) -> None:
+def test_the_other_doors_give_the_gradient_too(make: Any) -> None:
     loop, batch = make(), pairs(8)
     mbs = loop.elastic(micro_batch_size=3)
     loop.loss_fn(batch).backward()
@@ -403,7 +403,7 @@ def test_a_model_that_is_none_is_named(make: Any) -> None:
         make().wrap("loop")
 
 
-def test_accumulation_by_accelerate_is_refused_when_it_is_there_and_when_it_comes() -> None:
+def test_accumulation_by_accelerate_is_refused_early_and_late() -> None:
     loop = AccelerateLoop(gradient_accumulation_steps=4)
     with pytest.raises(
         UsageError, match=r"gradient_accumulation_steps=4: .* leave accelerator\.accumulate\(\) out"

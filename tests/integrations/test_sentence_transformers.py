@@ -103,9 +103,7 @@ def test_the_negatives_are_the_whole_batchs_whatever_runs_out_of_memory(
     assert struck > 10
 
 
-def test_verify_says_that_the_loss_compares_samples_where_loss_is_not_given(
-    model: Any, columns: Columns
-) -> None:
+def test_verify_says_that_the_loss_compares_samples(model: Any, columns: Columns) -> None:
     loss = MultipleNegativesRankingLoss(model)
     with elastic(model) as mbs:
         report = mbs.verify(

@@ -77,7 +77,7 @@ def test_memory_may_run_out_at_any_operation_of_a_step(
         )
 
 
-def test_gradients_under_accumulation_are_exact_for_classifiers_where_stock_5_23_is_wrong() -> None:
+def test_accumulation_is_exact_for_classifiers_where_stock_is_wrong() -> None:
     """Stock 5.23 does not divide the loss of a model with `**kwargs` by the batches."""
     model, data = bert("SequenceClassification"), rows("class")
     batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
@@ -237,7 +237,7 @@ def test_a_budget_splits_the_batch_and_every_log_of_training_says_so() -> None:
     assert "elastic/ooms" not in ours.state.log_history[-1]  # the summary
 
 
-def test_a_batch_that_cannot_be_finished_is_a_typed_error_and_ends_the_runtime() -> None:
+def test_a_batch_that_cannot_be_finished_is_a_typed_error() -> None:
     ours = trainer(Struck, gpt2(), rows("tokens"), elastic={"verify": False})
     Struck.inject = InjectOOM(always_from=30)
     try:

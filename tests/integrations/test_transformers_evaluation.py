@@ -18,9 +18,7 @@ pytestmark = MARKS
 
 @pytest.mark.parametrize("kind", ["causal", "causal, rows without labels", "masked", "classes"])
 @pytest.mark.parametrize("host", [None, 1])
-def test_evaluation_alone_gives_the_loss_and_the_logits_of_the_stock_trainer(
-    kind: str, host: int | None
-) -> None:
+def test_evaluation_gives_loss_and_logits_of_the_stock_trainer(kind: str, host: int | None) -> None:
     build, labels, _ = KINDS[kind]
     args = {"per_device_eval_batch_size": 8, "eval_accumulation_steps": host}
     stock, ours = (
@@ -48,7 +46,7 @@ class Padding(Trainer):
         return loss, (logits[:, :width], loss.reshape(1)), labels
 
 
-def test_outputs_that_pieces_pad_by_themselves_are_joined_as_the_trainer_joins_batches() -> None:
+def test_outputs_that_pieces_have_padded_are_joined() -> None:
     found = trainer(
         elastic_trainer(Padding),
         gpt2(),

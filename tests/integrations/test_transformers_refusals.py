@@ -99,7 +99,7 @@ def test_of_trl_only_sft_is_taken(name: str) -> None:
         elastic_trainer(getattr(trl, name))
 
 
-def test_a_trainer_of_sentence_transformers_is_sent_to_the_loss_over_embeddings() -> None:
+def test_sentence_transformers_are_sent_to_backward_embeddings() -> None:
     foreign = type(
         "SentenceTransformerTrainer", (Trainer,), {"__module__": "sentence_transformers.trainer"}
     )
@@ -196,9 +196,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_pieces_would_not_train_right_is_refused_before_the_first_step(
-    what: str, tmp_path: Any
-) -> None:
+def test_trainers_that_pieces_would_train_wrongly_are_refused(what: str, tmp_path: Any) -> None:
     change, error, way_out = REFUSED[what]
     made = make(tmp_path, elastic={"optimizer_step": what == "scaler"})
     made.args.__class__ = Args
@@ -278,7 +276,7 @@ def contrastive(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
     return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
-def test_a_loss_that_is_weighed_otherwise_is_found_out_and_the_count_mends_it(
+def test_a_loss_that_is_weighed_otherwise_is_found_and_mended_by_count(
     tmp_path: Any,
 ) -> None:
     with pytest.raises(
@@ -299,7 +297,7 @@ def test_a_loss_that_compares_samples_is_refused_unless_that_is_meant(tmp_path: 
     make(tmp_path, loss=contrastive, elastic={"verify": False, "micro_batch_size": 4}).train()
 
 
-def test_a_batch_that_hides_what_is_wrong_is_not_the_last_one_that_is_looked_at(
+def test_a_batch_that_hides_a_mistake_is_not_the_last_one_compared(
     tmp_path: Any,
 ) -> None:
     """Class weights mean nothing in samples of one class."""
