@@ -6,13 +6,14 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Unpack, cast
 
 from torch import nn
 
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.shared.trained_model import modules_of
 from elastic_mbs.errors import UsageError
+from elastic_mbs.options import Options, check_names
 from elastic_mbs.runtime import ElasticMBS
 
 
@@ -26,13 +27,13 @@ class ElasticStep(Protocol):
     mbs: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
-        """Runs the step on the whole batch; gradients are ready when it returns."""
+        """Run the step on the whole batch; gradients are ready when it returns."""
 
 
 def elastic_step(
-    model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], **options: Any
+    model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], **options: Unpack[Options]
 ) -> Callable[[Callable[..., Any]], ElasticStep]:
-    """Decorates a step function: it gets a micro-batch and returns its loss, its caller passes the whole batch.
+    """Decorate a step function: it gets a micro-batch, its caller passes the whole batch.
 
     ```python
     @elastic_step(model)
@@ -57,6 +58,7 @@ def elastic_step(
     Raises:
         UsageError: `model` is none of these, or an option is wrong.
     """
+    check_names("elastic_step", options)
     if isinstance(model, nn.Module) or not callable(model):
         return lambda fn: _on_function(fn, ElasticMBS(model, **options))
     if isinstance(model, type):
@@ -66,8 +68,7 @@ def elastic_step(
         )
 
     def on_method(fn: Callable[..., Any]) -> ElasticStep:
-        # `@elastic_step` alone: what was to be the model is the step function, and this is its
-        # first batch
+        # `@elastic_step` alone: `model` is the step function then, and `fn` its first batch
         if not callable(fn):
             raise UsageError(
                 f"{getattr(model, '__name__', model)} was decorated without its model: write "
@@ -92,7 +93,10 @@ def _decorated(fn: Callable[..., Any], step: Callable[..., StepResult], mbs: Any
 
 @dataclass(frozen=True)
 class _Holder:
-    """An instance's runtime, kept in the instance so that both end together; a deep copy or a pickle of the instance starts without one."""
+    """An instance's runtime, kept in the instance so that both end together.
+
+    A deep copy or a pickle of the instance starts without one.
+    """
 
     owner: int = 0  # id of the instance: a shallow copy of it has the same holder, and is another
     modules: Sequence[nn.Module] = ()
@@ -102,7 +106,10 @@ class _Holder:
         return _Holder, ()
 
     def serves(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether they are the same networks: a list of two can be made anew for each call, and a model be wrapped."""
+        """Return True if these are the same networks.
+
+        A list of them can be made anew for each call, and a model be wrapped.
+        """
         return modules == self.modules or _owners(modules) == _owners(self.modules)
 
 
@@ -116,7 +123,7 @@ def _owners(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def _on_method(
-    fn: Callable[..., Any], model: Callable[[Any], Any], options: dict[str, Any]
+    fn: Callable[..., Any], model: Callable[[Any], Any], options: Options
 ) -> ElasticStep:
     key = f"_elastic_step_{fn.__qualname__}"
 
@@ -133,7 +140,7 @@ def _on_method(
         own = old.mbs if old.owner == id(owner) else None
         if own is not None and old.serves(modules):
             return own
-        # another model is another run: what a runtime watches, and would put back, is the old one's
+        # a runtime watches one model, and would put back the old one's state
         new = ElasticMBS(modules, **options)
         attributes[key] = _Holder(id(owner), modules, new)
         if own is not None:

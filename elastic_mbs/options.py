@@ -1,21 +1,25 @@
-"""The options of `ElasticMBS`: three groups of rarer ones, and `Settings`, which holds all of them.
+"""The options of `ElasticMBS`: `Options` by name, groups of rarer ones, and `Settings` for all.
 
-How sizes are chosen is `elastic_mbs.controller.policy.Policy`.
+One group is elsewhere: how sizes are chosen, `elastic_mbs.controller.policy.Policy`.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import permutations
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
+from elastic_mbs.batch.cut import Dims
+from elastic_mbs.batch.lengths import Length, Trim
+from elastic_mbs.batch.reader import Count
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.device import accelerator_of
 from elastic_mbs.errors import ElasticMBSError, UsageError
@@ -32,9 +36,22 @@ Pieces = Literal["in_order", "by_length"]
 OutputPlace = Literal["cpu", "device"] | None
 
 
-@dataclass(frozen=True)
-class GradientOptions:
-    """How gradients are made and summed.
+class _Group:
+    """A group of options."""
+
+    def __repr__(self) -> str:
+        """Return the options that differ from their defaults."""
+        given = [
+            f"{item.name}={getattr(self, item.name)!r}"
+            for item in fields(self)  # type: ignore[arg-type]  # each group is a dataclass
+            if getattr(self, item.name) != item.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class GradientOptions(_Group):
+    """Options of the gradients: how they are made and summed.
 
     Attributes:
         accumulate_dtype: type in which half-precision gradients are summed over the pieces;
@@ -67,9 +84,9 @@ class GradientOptions:
         _check_callables(self, "backward")
 
 
-@dataclass(frozen=True)
-class RecoveryOptions:
-    """What happens after an out-of-memory error.
+@dataclass(frozen=True, repr=False)
+class RecoveryOptions(_Group):
+    """Options of recovery from an out-of-memory error.
 
     Attributes:
         replay: "auto", or "isolate" to keep each piece's gradients apart until it has succeeded
@@ -78,11 +95,11 @@ class RecoveryOptions:
         generators: random generators of the user's (torch, random, numpy) that a step draws from,
             to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
-        escalate: what is done, one after the other, when the smallest micro-batch does not fit:
-            "offload" keeps what forward saves for backward on the host (training on a CPU gains
-            nothing); "checkpoint" runs blocks of the model again in backward: by its own
-            `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or
-            `nn.Sequential`.
+        escalate: measures that are taken, one after the other, when the smallest micro-batch does
+            not fit. "offload" keeps the tensors that forward saves for backward on the host
+            (training on a CPU gains nothing). "checkpoint" runs blocks of the model again in
+            backward: by its own `gradient_checkpointing_enable`, or the children of its longest
+            `nn.ModuleList` or `nn.Sequential`.
         on_fatal: called with the error, state already restored, before a call ends by a
             `RecoveryError`: the chance to save.
     """
@@ -107,9 +124,9 @@ class RecoveryOptions:
         _check_callables(self, "is_oom", "on_fatal")
 
 
-@dataclass(frozen=True)
-class MemoryOptions:
-    """Where the batch goes, how memory is read, and how long a call waits for it.
+@dataclass(frozen=True, repr=False)
+class MemoryOptions(_Group):
+    """Options of memory: where pieces go, how memory is read, how long a call waits for it.
 
     Attributes:
         device: where pieces are moved: "auto" is the model's device, None leaves them where they
@@ -153,9 +170,86 @@ class MemoryOptions:
                 )
 
 
+class Options(TypedDict, total=False):
+    """The options of `ElasticMBS`, by name; its docstring describes each of them."""
+
+    micro_batch_size: int | Literal["auto"]
+    count: Count
+    reduction: Reduction
+    dims: Dims | None
+    pieces: Pieces
+    length: Length
+    trim: Trim | None
+    scaler: torch.amp.GradScaler | None
+    outputs: OutputPlace
+    log: str | os.PathLike[str] | None
+    on_event: Sink | Iterable[Sink]
+    name: str | None
+    enabled: bool
+    policy: Policy | None
+    gradients: GradientOptions | None
+    recovery: RecoveryOptions | None
+    memory: MemoryOptions | None
+
+
+GROUPS: dict[str, type[Any]] = {
+    "policy": Policy,
+    "gradients": GradientOptions,
+    "recovery": RecoveryOptions,
+    "memory": MemoryOptions,
+}
+
+
+def check_names(
+    what: str,
+    options: object,
+    *,
+    own: Collection[str] = (),
+    taken: Collection[str] = (),
+) -> None:
+    """Refuse names that are no options of `what`, with the name that was probably meant.
+
+    Args:
+        what: the function or class that takes the options.
+        options: options by name.
+        own: names of options that `what` has besides those of `ElasticMBS`.
+        taken: names of options of `ElasticMBS` that `what` sets by itself.
+
+    Raises:
+        UsageError: an option that `what` does not take, or no options at all.
+    """
+    known = [name for name in (*Options.__annotations__, *own) if name not in taken]
+    if not isinstance(options, Mapping):
+        raise UsageError(f"{what}: {options!r} is no dict of options; there are {', '.join(known)}")
+    for name in options:
+        if name in taken:
+            raise UsageError(f"{what} sets {name}= by itself: leave it out")
+        if name not in known:
+            raise UsageError(f"{what} has no option {name!r}: {_meant(name, options, known)}")
+
+
+def _meant(name: object, options: Mapping[Any, Any], known: Sequence[str]) -> str:
+    """Return the way to give an option that is not known by this name."""
+    text = str(name)
+    grouped = {item.name: (at, kind) for at, kind in GROUPS.items() for item in fields(kind)}
+    if text in grouped:
+        at, kind = grouped[text]
+        value = options[name]
+        shown = repr(value) if isinstance(value, bool | int | float | str) else "…"
+        return f"it belongs to {kind.__name__}: {at}={kind.__name__}({text}={shown})"
+    near = difflib.get_close_matches(text, [*known, *grouped], n=3)
+    ways = [
+        f"{grouped[each][0]}={grouped[each][1].__name__}({each}=…)"
+        if each in grouped
+        else f"{each}=…"
+        for each in near
+    ]
+    return f"did you mean {' or '.join(ways)}?" if ways else f"there are {', '.join(known)}"
+
+
 @dataclass(frozen=True)
 class Settings:
-    """All options of a runtime, which stay as they are for its life."""
+    """The options of a runtime, fixed for its life."""
 
     name: str = "elastic_mbs"
     micro_batch_size: int | Literal["auto"] = "auto"
@@ -170,12 +264,7 @@ class Settings:
     limits: Limits = field(init=False, repr=False)  # of the policy; read in every call
 
     def __post_init__(self) -> None:
-        for name, group in (
-            ("policy", Policy),
-            ("gradients", GradientOptions),
-            ("recovery", RecoveryOptions),
-            ("memory", MemoryOptions),
-        ):
+        for name, group in GROUPS.items():
             if not isinstance(getattr(self, name), group):
                 raise UsageError(
                     f"{name}={getattr(self, name)!r} is no elastic_mbs.{group.__name__}"
@@ -215,8 +304,22 @@ class Settings:
                 "unscale_()"
             )
 
+    @classmethod
+    def of(cls, options: Options) -> Settings:
+        """Return the settings that the user's options make; None stands for a group's default."""
+        own = {item.name for item in fields(cls) if item.init}
+        given: dict[str, Any] = {name: value for name, value in options.items() if name in own}
+        for name in ("name", *GROUPS):
+            if given.get(name, ...) is None:
+                del given[name]
+        return cls(**given)
+
     def for_model(self, *, normalises_batch: bool, group: int) -> Settings:
-        """The settings that keep groups of samples together, with a smallest micro-batch where the user gave none: one has no statistics."""
+        """Return the settings for a model: its groups of samples stay together.
+
+        Where the user gave no smallest micro-batch and the model has BatchNorm it is 2, because one
+        sample has no statistics.
+        """
         policy = self.policy
         align = math.lcm(policy.align, group)
         for name, size in (
@@ -235,12 +338,12 @@ class Settings:
 
     @property
     def plain(self) -> bool:
-        """Whether a piece's backward is `loss.backward()` and adds to `.grad` in place."""
+        """True if a piece's backward is `loss.backward()` and adds to `.grad` in place."""
         return self.scaler is None and self.gradients.backward is None and not self.isolates
 
     @property
     def isolates(self) -> bool:
-        """Whether each piece's gradient is kept apart until it has succeeded."""
+        """True if each piece's gradient is kept apart until it has succeeded."""
         gradients = self.gradients
         return (
             self.recovery.replay == "isolate"
@@ -255,7 +358,10 @@ def event_log(
     log: str | os.PathLike[str] | None,
     on_event: Sink | Iterable[Sink],
 ) -> EventLog:
-    """Where a runtime's events go: first to the run log, because a user's sink can raise."""
+    """Return the log of a runtime's events.
+
+    The run log comes first, because a user's sink can raise.
+    """
     run_log = () if log is None else (RunLog(log, partial(describe, settings, devices)),)
     sinks = (
         tuple(on_event)
@@ -268,7 +374,10 @@ def event_log(
 
 
 def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:
-    """The fields of a run log's header that describe a runtime: versions, device, and the options that are numbers, flags and strings."""
+    """Return the fields of a run log's header that describe a runtime.
+
+    They are versions, device, and the options that are numbers, flags and strings.
+    """
     policy = asdict(settings.policy) | {"min_micro_batch_size": settings.limits.minimum}
     listed = {
         name: policy.pop(name)

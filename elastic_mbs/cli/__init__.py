@@ -1,4 +1,4 @@
-"""What is seen from outside, on the public API alone: the command and its demo, doctor, plan, report and watch."""
+"""The command `elastic-mbs`: demo, doctor, plan, report and watch, on the public API alone."""
 
 from elastic_mbs.cli.command import main
 

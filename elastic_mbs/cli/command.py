@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Run a command.
 
     Args:
         arguments: the command line without the program's name; None for this process's.
@@ -91,7 +91,11 @@ def _parser(*, stress: bool) -> _Parser:
 
 
 def _stress_arguments() -> Callable[[argparse.ArgumentParser], None]:
-    """The stress tool's own: `elastic_mbs.stress` where it is installed, the folder next to the package in a checkout."""
+    """Add the arguments of the stress tool.
+
+    It is `elastic_mbs.stress` where it is installed, and the folder next to the package in a
+    checkout.
+    """
     package = Path(__file__).resolve().parents[1]
     places = {"elastic_mbs.stress": package / "stress", "stress": package.parent / "stress"}
     name, folder = next(

@@ -1,5 +1,5 @@
-"""The runtime in the trainers that people already use: `transformers`, `lightning`, `accelerate` and `fabric`, one module each.
+"""The runtime in trainers: `transformers`, `lightning`, `accelerate` and `fabric`.
 
-Each needs its package (extras `hf`, `lightning`, `accelerate`), which is imported when the module
-is, and not before.
+Each has a module. It needs its package (extras `hf`, `lightning`, `accelerate`), which is imported
+when the module is, and not before.
 """

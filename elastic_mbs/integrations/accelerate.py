@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -24,23 +24,26 @@ from torch import nn
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.adapter import NO_FP8, ONE_PROCESS, AdaptedMBS, Adapter
 from elastic_mbs.integrations.frameworks import ACCELERATE
+from elastic_mbs.options import Options
 from elastic_mbs.runtime import ElasticMBS
 
 
 def elastic(
-    accelerator: Accelerator, model: nn.Module | Sequence[nn.Module], **options: Any
+    accelerator: Accelerator, model: nn.Module | Sequence[nn.Module], **options: Unpack[Options]
 ) -> ElasticMBS:
-    """The runtime for prepared models: `mbs.backward(loss_fn, batch)` stands for `accelerator.backward(loss_fn(batch))`.
+    """Return the runtime for prepared models.
 
-    Everything else of the loop stays: `accelerator.clip_grad_norm_`, `optimizer.step()` (or
-    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, where
-    `accelerator.register_for_checkpointing(mbs)` adds what was learned of sizes. `loss_fn` calls
+    Its `backward(loss_fn, batch)` stands for `accelerator.backward(loss_fn(batch))`. Everything
+    else of the loop stays: `accelerator.clip_grad_norm_`, `optimizer.step()` (or
+    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, to which
+    `accelerator.register_for_checkpointing(mbs)` adds the sizes that were learned. `loss_fn` calls
     the prepared model.
 
     Args:
         accelerator: of one process; its `gradient_accumulation_steps` is 1.
-        model: what `accelerator.prepare` gave back, or a sequence of such models.
-        **options: those of `ElasticMBS`, but for `scaler` and `backward`, which are accelerate's.
+        model: the model that `accelerator.prepare` returned, or a sequence of such models.
+        **options: those of `ElasticMBS`, but for `scaler` and `GradientOptions(backward=)`, which
+            are accelerate's.
 
     Raises:
         UsageError: an argument makes no sense, or gradients are accumulated by accelerate, too
@@ -76,7 +79,6 @@ def _check_steps(accelerator: Accelerator) -> None:
     if steps != 1:
         raise UsageError(
             f"gradient_accumulation_steps={steps}: the runtime accumulates by itself, in pieces "
-            "that fit. Give the loader the batch that the "
-            "optimizer is to see, leave accelerator.accumulate() out, and set "
-            "gradient_accumulation_steps=1"
+            "that fit. Give the loader the batch that the optimizer is to see, leave "
+            "accelerator.accumulate() out, and set gradient_accumulation_steps=1"
         )

@@ -1,4 +1,7 @@
-"""An `ElasticMBS` in the loop of a library that wraps the model and the optimizer, as accelerate and Fabric do."""
+"""An `ElasticMBS` in the loop of a library that wraps the model and the optimizer.
+
+Accelerate and Fabric are such libraries.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,31 @@ from torch.optim import Optimizer
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.shared.trained_model import modules_of
-from elastic_mbs.engine.two_pass.cache import OverEmbeddings
 from elastic_mbs.errors import UnsupportedError, UsageError
-from elastic_mbs.integrations.runtime_options import check_names
-from elastic_mbs.options import GradientOptions
-from elastic_mbs.rehearsal import LossFn
+from elastic_mbs.options import GradientOptions, Options, check_names
 from elastic_mbs.runtime import ElasticMBS
 
 ONE_PROCESS = (
     "distributed training is not supported, because a replay in one process would leave the "
-    "others waiting: run one process on one device, without "
-    "DeepSpeed, FSDP, Megatron or XLA"
+    "others waiting: run one process on one device, without DeepSpeed, FSDP, Megatron or XLA"
 )
-NO_FP8 = "FP8 remembers the largest values that it has seen, and a replay could not put them back: use bf16"
+NO_FP8 = (
+    "FP8 remembers the largest values that it has seen, and a replay could not put them back: "
+    "use bf16"
+)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What differs from framework to framework.
+    """The differences between frameworks.
 
     Attributes:
         framework: its name, for errors.
         unwrap: takes the wrappers off a module.
-        check: runs before each training call; raises where the loop has come to ask for what cannot
-            be.
+        check: runs before each training call, and raises if the framework cannot be served.
         scaler: the scaler of the loss, where the engine may apply it.
-        backward: the framework's own backward, where there is no way around it.
-        steps_scaled: whether the step runs through a scaler of the framework's.
+        backward: the framework's own backward, where only that is right.
+        steps_scaled: True if the step runs through a scaler of the framework's.
     """
 
     framework: str
@@ -51,38 +52,36 @@ class Adapter:
 
 
 class AdaptedMBS(ElasticMBS):
-    """The runtime behind a framework's wrappers: what is not here is `ElasticMBS`."""
+    """The runtime behind a framework's wrappers. All else is `ElasticMBS`."""
 
-    def __init__(self, model: Any, adapter: Adapter, options: dict[str, Any]) -> None:
+    def __init__(self, model: Any, adapter: Adapter, options: Options) -> None:
         adapter.check()
-        check_names(f"elastic() for {adapter.framework}", options)
-        gradients = options.pop("gradients", None) or GradientOptions()
-        if (
-            options.pop("scaler", None) is not None
-            or getattr(gradients, "backward", None) is not None
-        ):
+        check_names(f"elastic() for {adapter.framework}", options, taken=("scaler",))
+        gradients = options.get("gradients") or GradientOptions()
+        if getattr(gradients, "backward", None) is not None:
             raise UsageError(
-                f"scaler= and GradientOptions(backward=) are {adapter.framework}'s part: leave "
-                "them out"
+                f"GradientOptions(backward=) is {adapter.framework}'s part: leave it out"
             )
         if adapter.backward is not None and isinstance(gradients, GradientOptions):
             gradients = replace(gradients, backward=adapter.backward)
         modules = [adapter.unwrap(module) for module in modules_of(model)]
-        super().__init__(modules, scaler=adapter.scaler, gradients=gradients, **options)
+        given: Options = {**options, "scaler": adapter.scaler, "gradients": gradients}
+        super().__init__(modules, **given)
         self._adapter = adapter
 
     def backward(
-        self,
-        loss_fn: LossFn,
-        batch: Any,
-        /,
-        *args: Any,
-        loss: OverEmbeddings | None = None,
-        **kwargs: Any,
+        self, loss_fn: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any
     ) -> StepResult:
         """See `ElasticMBS.backward`."""
         self._adapter.check()
-        return super().backward(loss_fn, batch, *args, loss=loss, **kwargs)
+        return super().backward(loss_fn, batch, *args, **kwargs)
+
+    def backward_embeddings(
+        self, embed_fn: Callable[[Any], Any], loss_fn: Callable[[Any], Any], batch: Any
+    ) -> StepResult:
+        """See `ElasticMBS.backward_embeddings`."""
+        self._adapter.check()
+        return super().backward_embeddings(embed_fn, loss_fn, batch)
 
     def micro_batches(
         self, batch: Any, *, name: str = "loop", own_graph: bool = True
@@ -92,15 +91,17 @@ class AdaptedMBS(ElasticMBS):
         return super().micro_batches(batch, name=name, own_graph=own_graph)
 
     def optimizer_step(self, optimizer: Optimizer, closure: object = None) -> None:
-        """See `ElasticMBS.optimizer_step`; of a wrapped optimizer, the wrapper does what else it does around the step."""
+        """Step a wrapped optimizer: the wrapper does what else it does around the step.
+
+        See `ElasticMBS.optimizer_step`.
+        """
         inner = getattr(optimizer, "optimizer", optimizer)
         if not self.enabled:
             optimizer.step()
         elif self._adapter.steps_scaled:
             raise UnsupportedError(
                 f"in fp16 {self._adapter.framework} unscales, steps and updates its scaler in one "
-                "go, of which no part can be made "
-                "again: call optimizer.step(), or use bf16"
+                "go, of which no part can be made again: call optimizer.step(), or use bf16"
             )
         elif inner is optimizer or closure is not None:
             super().optimizer_step(inner, closure)
@@ -108,8 +109,9 @@ class AdaptedMBS(ElasticMBS):
             self._step_inside(optimizer, inner)
 
     def _step_inside(self, wrapper: Optimizer, inner: Optimizer) -> None:
-        """The wrapper's step, in which the one of the optimizer itself is guarded."""
-        attributes, guard = vars(inner), super().optimizer_step
+        """Run the wrapper's step with the step of the optimizer inside it guarded."""
+        attributes = vars(inner)
+        guard = super().optimizer_step
         # by a schedule, which counts steps
         hung = {"step": attributes["step"]} if "step" in attributes else {}
 

@@ -14,7 +14,7 @@ with elastic(fabric, model) as mbs:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import SingleDeviceStrategy
@@ -24,21 +24,26 @@ from torch import nn
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.adapter import NO_FP8, ONE_PROCESS, AdaptedMBS, Adapter
 from elastic_mbs.integrations.frameworks import LIGHTNING
+from elastic_mbs.options import Options
 from elastic_mbs.runtime import ElasticMBS
 
 
-def elastic(fabric: Fabric, model: nn.Module | Sequence[nn.Module], **options: Any) -> ElasticMBS:
-    """The runtime for models that Fabric has set up: `mbs.backward(loss_fn, batch)` stands for `fabric.backward(loss_fn(batch))`.
+def elastic(
+    fabric: Fabric, model: nn.Module | Sequence[nn.Module], **options: Unpack[Options]
+) -> ElasticMBS:
+    """Return the runtime for models that Fabric has set up.
 
-    Everything else of the loop stays: `fabric.clip_gradients`, `optimizer.step()` (or
-    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, where `fabric.save(path, {"model":
-    model, "elastic": mbs})` adds what was learned of sizes. `loss_fn` calls the model of
-    `fabric.setup`.
+    Its `backward(loss_fn, batch)` stands for `fabric.backward(loss_fn(batch))`. Everything else of
+    the loop stays: `fabric.clip_gradients`, `optimizer.step()` (or
+    `mbs.optimizer_step(optimizer)`), schedules, and checkpoints, to which
+    `fabric.save(path, {"model": model, "elastic": mbs})` adds the sizes that were learned.
+    `loss_fn` calls the model of `fabric.setup`.
 
     Args:
         fabric: of one process and one device.
-        model: what `fabric.setup` gave back, or a sequence of such models.
-        **options: those of `ElasticMBS`, but for `scaler` and `backward`, which are Fabric's.
+        model: the model that `fabric.setup` returned, or a sequence of such models.
+        **options: those of `ElasticMBS`, but for `scaler` and `GradientOptions(backward=)`, which
+            are Fabric's.
 
     Raises:
         UsageError: an argument makes no sense.

@@ -14,7 +14,7 @@ Release = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Framework:
-    """A package with an integration, and the oldest and the newest of its releases that were tested."""
+    """A package with an integration, and the range of its releases that were tested."""
 
     package: str
     extra: str
@@ -31,7 +31,10 @@ class Framework:
 
     @property
     def tested(self) -> bool | None:
-        """Whether the installed version lies in the tested range, whatever its patch release; None where none is installed."""
+        """True if the installed version lies in the tested range; None where none is installed.
+
+        Patch releases of the newest version count as tested.
+        """
         found = self.installed
         return (
             None
@@ -41,15 +44,18 @@ class Framework:
         )
 
     def check(self) -> None:
-        """Raises an `UnsupportedError` for a version older than all that were tested, and warns of one that is newer."""
+        """Refuse a version older than all that were tested, and warn of a newer one.
+
+        Raises:
+            UnsupportedError: the installed version is too old.
+        """
         found = self.installed
         if found is None or self.tested:
             return
         if _release(found) < _release(self.oldest):
             raise UnsupportedError(
                 f"{self.package} {found} is older than the oldest version that elastic_mbs was "
-                f"tested with ({self.oldest}): "
-                f"pip install '{self.package}>={self.oldest}'"
+                f"tested with ({self.oldest}): pip install '{self.package}>={self.oldest}'"
             )
         logger.warning(
             "%s %s is newer than the versions that elastic_mbs was tested with (%s to %s): compare "

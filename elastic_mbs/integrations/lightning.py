@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,18 +17,18 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.frameworks import LIGHTNING
 from elastic_mbs.integrations.lightning_private import EVALUATIONS, Steps
-from elastic_mbs.integrations.runtime_options import check_names
-from elastic_mbs.options import GradientOptions
+from elastic_mbs.options import GradientOptions, Options, check_names
 from elastic_mbs.runtime import ElasticMBS
 
 
 class ElasticCallback(Callback):
-    """Keeps a Lightning `Trainer` alive through out-of-memory errors: the loader gives the batch wanted, the runtime cuts it. One in a Trainer.
+    """A callback that keeps a Lightning `Trainer` alive through out-of-memory errors.
 
-    `Trainer(callbacks=[ElasticCallback()])`. `training_step` gets pieces of the batch, and may get
-    the same samples again; so do `validation_step`, `test_step` and `predict_step`. What they log
-    is recorded once per batch. With manual optimisation `training_step` gets the whole batch, and
-    calls `callback.runtime.backward(loss_fn, batch)`. What was learned about sizes is saved in
+    `Trainer(callbacks=[ElasticCallback()])`, one in a Trainer: the loader gives the batch wanted,
+    the runtime cuts it. `training_step` gets pieces of the batch, and may get the same samples
+    again; so do `validation_step`, `test_step` and `predict_step`. Their logs are recorded once per
+    batch. With manual optimisation `training_step` gets the whole batch, and calls
+    `callback.runtime.backward(loss_fn, batch)`. The sizes that were learned are saved in
     Lightning's checkpoints.
 
     Args:
@@ -40,25 +40,24 @@ class ElasticCallback(Callback):
         UnsupportedError: Lightning is older than all versions that were tested.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[Options]) -> None:
         LIGHTNING.check()
-        check_names("ElasticCallback", options)
-        if (
-            options.get("scaler") is not None
-            or getattr(options.get("gradients"), "backward", None) is not None
-        ):
+        check_names("ElasticCallback", options, taken=("scaler",))
+        if getattr(options.get("gradients"), "backward", None) is not None:
             raise UsageError(
-                "scaler= and GradientOptions(backward=) are Lightning's: "
-                "Trainer(precision='16-mixed'), LightningModule.backward"
+                "GradientOptions(backward=) is Lightning's: override LightningModule.backward"
             )
-        if isinstance(options.get("count"), Mapping):
+        count = options.get("count")
+        if isinstance(count, Mapping):
             raise UsageError(
                 "count= is a dict of several losses, and training_step returns one: give one "
                 "function, or count_tokens(...)"
             )
-        # refuses what makes no sense now, and not when training begins
-        ElasticMBS(torch.nn.Identity(), **options | {"log": None})
+        # a wrong option is refused now, and not when training begins
+        without_log: Options = {**options, "log": None}
+        ElasticMBS(torch.nn.Identity(), **without_log)
         self._options = options
+        self._count = count
         self._state: dict[str, Any] = {}  # from a checkpoint, until there is a runtime
         self._module: LightningModule | None = None
         self._runtime: ElasticMBS | None = None
@@ -66,20 +65,21 @@ class ElasticCallback(Callback):
 
     @property
     def runtime(self) -> ElasticMBS:
-        """The runtime, once the Trainer has begun: its `stats`, its `last_result`, its doors for manual optimisation."""
+        """The runtime, once the Trainer has begun, for its `stats`, `last_result` and doors."""
         if self._runtime is None:
             if self._module is None:
                 raise UsageError(
                     "ElasticCallback.runtime is there once a Trainer with this callback has begun "
                     "to fit, validate, test or predict"
                 )
-            self._runtime = ElasticMBS(self._module, **self._options | self._backward(self._module))
+            options: Options = {**self._options, **self._backward(self._module)}
+            self._runtime = ElasticMBS(self._module, **options)
             if self._state:
                 self._runtime.load_state_dict(self._state)
         return self._runtime
 
-    def _backward(self, module: LightningModule) -> dict[str, Any]:
-        """Backward is the engine's, but where the user or manual optimisation has a way of its own."""
+    def _backward(self, module: LightningModule) -> Options:
+        """Return the options of backward: the engine's, or the user's own where there is one."""
         gradients = self._options.get("gradients") or GradientOptions()
         if not module.automatic_optimization:
             return {"gradients": replace(gradients, backward=module.manual_backward)}
@@ -92,29 +92,29 @@ class ElasticCallback(Callback):
     # ------------------------------------------------------------------ called by Lightning
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Takes the places of the steps, or refuses the trainer."""
+        """Take the places of the steps, or refuse the trainer."""
         _check(trainer, pl_module)
         self._leave()
         if self._module is not pl_module:
             self._module, self._runtime = pl_module, None
-        self._steps = Steps(trainer, lambda: self.runtime, self._options.get("count"))
+        self._steps = Steps(trainer, lambda: self.runtime, self._count)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Gives the steps back."""
+        """Give the steps back."""
         self._leave()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Gives the steps back."""
+        """Give the steps back."""
         self._leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned about sizes and memory; Lightning saves it in its checkpoints."""
+        """Return what was learned of sizes and memory, for Lightning's checkpoints."""
         return self._state if self._runtime is None else self._runtime.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with what another run has learned."""
+        """Go on with what another run has learned."""
         self._state = state_dict
         if self._runtime is not None:
             self._runtime.load_state_dict(state_dict)
@@ -130,15 +130,14 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
     if not isinstance(trainer, Trainer):
         raise UsageError(
             f"the Trainer is {type(trainer).__module__}.{type(trainer).__qualname__}, and "
-            "ElasticCallback works with that of `lightning`: "
-            "import Trainer and LightningModule from lightning.pytorch in place of "
-            "pytorch_lightning (pip install lightning)"
+            "ElasticCallback works with that of `lightning`: import Trainer and LightningModule "
+            "from lightning.pytorch in place of pytorch_lightning (pip install lightning)"
         )
     if not isinstance(trainer.strategy, SingleDeviceStrategy) or trainer.world_size > 1:
         raise UnsupportedError(
             f"{type(trainer.strategy).__name__} over {trainer.world_size} processes: a replay on "
-            "one of them would leave the others waiting. Use one "
-            "device, Trainer(devices=1, strategy='auto'); distributed training is not supported yet"
+            "one of them would leave the others waiting. Use one device, Trainer(devices=1, "
+            "strategy='auto'); distributed training is not supported yet"
         )
     plugin = type(trainer.precision_plugin)
     if (plugin.backward, plugin.post_backward) != (

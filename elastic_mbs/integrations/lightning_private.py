@@ -1,7 +1,7 @@
 """A Trainer's steps in pieces.
 
-All that has no public name in Lightning is used here, and held by
-`tests/integrations/test_lightning_private.py`.
+Names of Lightning that are not public are used in this module alone;
+`tests/integrations/test_lightning_private.py` holds them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from elastic_mbs.runtime import ElasticMBS
 EVALUATIONS = ("validation_step", "test_step", "predict_step")
 _SKIPPED = (
     "training_step returned None for some pieces of a batch and a loss for others, so whether the "
-    "batch is skipped is not known: decide by what all "
-    "samples share, or return a loss of zero (0.0 * loss) for what does not count"
+    "batch is skipped is not known: decide by what all samples share, or return a loss of zero "
+    "(0.0 * loss) for what does not count"
 )
 
 
 class Steps:
-    """Takes the place of a Trainer's steps until `put_back`.
+    """A stand-in for a Trainer's steps, until `put_back`.
 
     Only these instances change: progress, checkpoints and other Trainers do not.
     """
@@ -60,7 +60,7 @@ class Steps:
             )
 
     def put_back(self) -> None:
-        """Gives the steps back."""
+        """Give the steps back."""
         vars(self._loop).pop("_make_closure", None)
         for name in EVALUATIONS:
             vars(self._trainer.strategy).pop(name, None)
@@ -68,7 +68,10 @@ class Steps:
     def _make_closure(
         self, kwargs: Mapping[str, Any], optimizer: Optimizer, batch_idx: int
     ) -> Closure:
-        """Of Lightning's closure (training_step, zero_grad, backward) the first does all, because gradients are there before the others would run."""
+        """Return a closure whose training_step does all the work.
+
+        Gradients exist before Lightning's zero_grad and backward would run.
+        """
         if isinstance(optimizer, LBFGS):
             raise UnsupportedError(
                 "LBFGS runs the batch several times in a step, which could not be undone "
@@ -79,35 +82,19 @@ class Steps:
     def _train(
         self, arguments: Mapping[str, Any], optimizer: Optimizer, index: int
     ) -> ClosureResult:
-        """The gradients of one batch."""
-        plugin, module, log = (
-            self._trainer.precision_plugin,
-            self._trainer.lightning_module,
-            _BatchLog(self._trainer, self._count),
-        )
+        """Make the gradients of one batch."""
+        module = self._trainer.lightning_module
+        log = _BatchLog(self._trainer, self._count)
         zero_grad = self._loop._make_zero_grad_fn(index, optimizer)
         # in the epoch in which StochasticWeightAveraging reads the statistics of BatchNorm
         forward_only = self._loop._skip_backward
         skipped = set[bool]()
 
-        @wraps(module.training_step)
-        def step(piece: Any) -> tuple[Tensor, dict[str, Any] | None]:
-            result = self._loop._make_step_fn({**arguments, "batch": piece})()
-            loss = result.closure_loss
-            skipped.add(loss is None)
-            if len(skipped) > 1:
-                raise UsageError(_SKIPPED)
-            if loss is None:
-                # reaches no parameter
-                return torch.zeros((), device=module.device, requires_grad=True), None
-            if not forward_only:
-                # on_before_backward; what else plugins do there is the engine's
-                Precision.pre_backward(plugin, loss, module)
-            return loss, result.extra or None
-
+        step = wraps(module.training_step)(partial(self._step, arguments, skipped))
         if zero_grad is not None:
             zero_grad()
-        door = self._runtime().eval if forward_only else self._runtime().backward
+        runtime = self._runtime()
+        door = partial(runtime.evaluate, outputs="device") if forward_only else runtime.backward
         result = log.run(door, step, arguments["batch"])
         loss, extra = (
             result
@@ -118,14 +105,35 @@ class Steps:
             self._end_window(optimizer, index)
         if True in skipped:
             return ClosureResult(None)
-        if not forward_only:
-            Precision.post_backward(plugin, loss, module)  # on_after_backward
+        if not forward_only:  # on_after_backward
+            Precision.post_backward(self._trainer.precision_plugin, loss, module)
         return log.retry(
             "copy the loss", lambda: ClosureResult(log.whole(loss), extra=log.whole(extra) or {})
         )
 
+    def _step(
+        self, arguments: Mapping[str, Any], skipped: set[bool], piece: Any
+    ) -> tuple[Tensor, dict[str, Any] | None]:
+        """Run training_step on a piece; note in `skipped` if it returned no loss."""
+        module = self._trainer.lightning_module
+        result = self._loop._make_step_fn({**arguments, "batch": piece})()
+        loss = result.closure_loss
+        skipped.add(loss is None)
+        if len(skipped) > 1:
+            raise UsageError(_SKIPPED)
+        if loss is None:
+            # reaches no parameter
+            return torch.zeros((), device=module.device, requires_grad=True), None
+        if not self._loop._skip_backward:
+            # on_before_backward; the rest of a plugin's work there is the engine's
+            Precision.pre_backward(self._trainer.precision_plugin, loss, module)
+        return loss, result.extra or None
+
     def _end_window(self, optimizer: Optimizer, index: int) -> None:
-        """Makes gradients the mean over a window of `accumulate_grad_batches` that ends early: each loss was divided by the length of a whole one."""
+        """Make gradients the mean over a window of `accumulate_grad_batches` that ends early.
+
+        Each loss was divided by the length of a whole window.
+        """
         whole = self._trainer.accumulate_grad_batches
         batches = (index + 1) % whole
         if batches and not self._fit_loop._should_accumulate():
@@ -144,11 +152,12 @@ class Steps:
         def step(piece: Any) -> Any:
             return whole_step(piece, *others)
 
-        return log.whole(log.run(self._runtime().eval, step, batch))
+        evaluate = partial(self._runtime().evaluate, outputs="device")
+        return log.whole(log.run(evaluate, step, batch))
 
 
 class _Piece:
-    """The latest attempt at one piece: what it has logged, and the metrics as they were before it."""
+    """The latest attempt at one piece: its logs, and the metrics from before it."""
 
     def __init__(self, samples: int, metrics: Sequence[Metric]) -> None:
         self.worth: Any = samples  # its loss terms, which weigh its means
@@ -164,7 +173,7 @@ class _Piece:
         ]
 
     def log(self, hook: str, name: str, value: Any, **options: Any) -> None:
-        """In place of Lightning's own; of a metric, which goes on changing, what its last `forward` returned."""
+        """Keep a log for the batch's end; of a metric, the value of its last `forward`."""
         times = sum(each[:2] == (hook, name) for each, _, _ in self.logged)
         self.logged.append(
             (
@@ -175,7 +184,7 @@ class _Piece:
         )
 
     def undo(self) -> None:
-        """Puts the metrics back. Takes no memory."""
+        """Put the metrics back. Takes no memory."""
         for metric, attributes, states in self._metrics:
             vars(metric).clear()
             vars(metric).update(attributes)
@@ -187,7 +196,7 @@ class _Piece:
 
 
 class _BatchLog:
-    """Has the pieces of one batch log what the whole batch would have: once, whatever failed."""
+    """The logs of one batch's pieces, recorded as the whole batch would have logged them, once."""
 
     def __init__(self, trainer: Trainer, count: Callable[[Any], Any] | None) -> None:
         self._trainer, self._module, self._results, self._count = (
@@ -200,7 +209,10 @@ class _BatchLog:
         self._pieces: dict[int, _Piece] = {}  # by the first sample
 
     def run(self, door: Callable[..., Any], step: Callable[[Any], Any], batch: Any) -> Any:
-        """`door(step, batch)`, and what its pieces have logged; after an error nothing is logged, and metrics are as they were."""
+        """Return `door(step, batch)`, and record the logs of its pieces.
+
+        After an error nothing is logged, and metrics are as they were.
+        """
         try:
             result = door(wraps(step)(partial(self._attempt, step)), batch)
         except BaseException:
@@ -217,9 +229,9 @@ class _BatchLog:
     def _record(
         self, logged: Mapping[tuple[str, str, int], list[tuple[Any, dict[str, Any], Any]]]
     ) -> None:
-        """Hands what the batch has logged to Lightning, all of it or nothing.
+        """Hand the batch's logs to Lightning, all of them or none.
 
-        It makes new tensors for its sums, so names are enough to keep.
+        Lightning makes new tensors for its sums, so a copy of the names is enough to put back.
         """
         before = {
             key: (metric, dict(vars(metric))) for key, metric in (self._results or {}).items()
@@ -245,7 +257,7 @@ class _BatchLog:
             raise
 
     def _attempt(self, step: Callable[[Any], Any], data: Any) -> Any:
-        """One attempt: an earlier one at the same samples, or at later ones, has failed or is made again."""
+        """Run one attempt; undo earlier ones at the same samples or at later ones."""
         call = running_call()
         start, samples = (0, 1) if call is None else (call.attempt.piece.start, len(call.attempt))
         self._rewind(start)
@@ -266,7 +278,7 @@ class _BatchLog:
             self._pieces.pop(later).undo()
 
     def whole(self, outputs: Any) -> Any:
-        """The outputs of the batch, with the mean where the pieces gave a floating-point number each."""
+        """Return the batch's outputs, with the mean where pieces gave a floating-point number."""
         return apply_to_collection(outputs, PerPiece, self._whole, allow_frozen=True)
 
     def _whole(self, values: PerPiece) -> Any:
@@ -284,7 +296,7 @@ class _BatchLog:
         )
 
     def retry(self, what: str, operation: Callable[[], Any]) -> Any:
-        """Of what does not change anything until it has succeeded."""
+        """Retry an operation that changes nothing until it has succeeded."""
         return oom.retry(what, operation, (self._module.device,))
 
 
@@ -293,7 +305,7 @@ def _copy(state: Any) -> Any:
 
 
 def _together(entries: Sequence[tuple[Any, dict[str, Any], Any]]) -> tuple[Any, dict[str, Any]]:
-    """The value and the options of one `self.log` for the whole batch, from those of its pieces."""
+    """Return value and options of one `self.log` for the batch, from those of its pieces."""
     values, options = [value for value, _, _ in entries], dict(entries[0][1])
     weights = sizes = [each.get("batch_size") for _, each, _ in entries]
     if None in sizes:
@@ -319,7 +331,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """The weighted mean, in float32 at least. What weighs nothing may be NaN."""
+    """Return the weighted mean, in float32 at least. A value of weight 0 may be NaN."""
     if isinstance(values[0], float):
         return float(_mean([torch.tensor(value, dtype=torch.float64) for value in values], weights))
     stacked = torch.stack(

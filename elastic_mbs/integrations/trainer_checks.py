@@ -1,4 +1,4 @@
-"""What a `transformers.Trainer` can be that would not train right on pieces of a batch: refused by name, with the way out."""
+"""Refusals of trainers that would train wrongly on pieces of a batch, with the way out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_mbs.errors import UnsupportedError, UsageError
 
 
 def check_class(cls: type, mixin: type) -> None:
-    """Raises for a subclass whose batches mean more than their samples, and for one with the mixin in the wrong place."""
+    """Refuse a class whose batches mean more than their samples, or with a misplaced mixin."""
     trainers = [
         base for base in cls.__mro__ if issubclass(base, Trainer) and not issubclass(base, mixin)
     ]
@@ -27,32 +27,48 @@ def check_class(cls: type, mixin: type) -> None:
         if package == "sentence_transformers":
             raise UnsupportedError(
                 f"{base.__name__}: the losses of sentence_transformers compare the samples of a "
-                "batch with each other, so pieces have another loss. "
-                "Write the loop with mbs.backward(embed_fn, batch, loss=over_embeddings), which "
-                "is exact"
+                "batch with each other, so pieces have another loss. Write the loop with "
+                "mbs.backward_embeddings(embed_fn, loss_fn, batch), which is exact"
             )
         if package == "trl" and base.__name__ not in ("SFTTrainer", "_BaseTrainer"):
             raise UnsupportedError(
                 f"{base.__name__}: of trl only SFTTrainer is supported. The others keep state "
-                "between steps (GRPO, RLOO) or pair the rows of a batch "
-                "(DPO, reward), which a cut would separate. Use it as it is, with a smaller "
-                "per_device_train_batch_size"
+                "between steps (GRPO, RLOO) or pair the rows of a batch (DPO, reward), which a "
+                "cut would separate. Use it as it is, with a smaller per_device_train_batch_size"
             )
 
 
 def check_trainer(trainer: Any, *, optimizer_step: bool, exact: bool) -> None:
-    """Raises for options of a trainer under which a batch cannot be cut and replayed."""
-    args, accelerator = trainer.args, trainer.accelerator
+    """Refuse options of a trainer under which a batch cannot be cut and replayed."""
+    _check_processes(trainer.args, trainer.accelerator)
+    _check_arguments(trainer.args, trainer.accelerator, optimizer_step=optimizer_step)
+    _check_batches(trainer, exact=exact)
+
+
+def _check_arguments(args: Any, accelerator: Any, *, optimizer_step: bool) -> None:
     if args.auto_find_batch_size:
         raise UsageError(
             "auto_find_batch_size=True starts again with another batch when memory runs out, and "
             "this trainer keeps the batch: leave it out"
         )
+    if optimizer_step and accelerator.scaler is not None:
+        raise UnsupportedError(
+            "optimizer_step=True does not go with fp16=True, where accelerate steps through its "
+            "own scaler: use bf16=True"
+        )
+    if getattr(args, "activation_offloading", False):
+        raise UnsupportedError(
+            "activation_offloading=True keeps what a failed forward has offloaded, and refuses "
+            "the next one. Leave it out, and have it done where it is needed: "
+            'elastic={"recovery": RecoveryOptions(escalate=("offload",))}'
+        )
+
+
+def _check_processes(args: Any, accelerator: Any) -> None:
     if args.parallel_mode is ParallelMode.NOT_DISTRIBUTED:
         raise UnsupportedError(
             f"the Trainer would put the model on {args.n_gpu} GPUs by nn.DataParallel, whose "
-            "replicas cannot be replayed: CUDA_VISIBLE_DEVICES=0 "
-            "shows it one"
+            "replicas cannot be replayed: CUDA_VISIBLE_DEVICES=0 shows it one"
         )
     kinds = (
         accelerator.distributed_type,
@@ -65,30 +81,22 @@ def check_trainer(trainer: Any, *, optimizer_step: bool, exact: bool) -> None:
     if spread:
         raise UnsupportedError(
             f"distributed training ({getattr(spread[0], 'value', type(spread[0]).__name__)}) is "
-            "not supported yet: a replay in one would leave "
-            "the others waiting. Run one process, without DeepSpeed, FSDP and parallelism_config"
+            "not supported yet: a replay in one would leave the others waiting. Run one process, "
+            "without DeepSpeed, FSDP and parallelism_config"
         )
-    if optimizer_step and accelerator.scaler is not None:
-        raise UnsupportedError(
-            "optimizer_step=True does not go with fp16=True, where accelerate steps through its "
-            "own scaler: use bf16=True"
-        )
-    if getattr(args, "activation_offloading", False):
-        raise UnsupportedError(
-            "activation_offloading=True keeps what a failed forward has offloaded, and refuses "
-            "the next one. Leave it out, and have it done where it "
-            'is needed: elastic={"recovery": RecoveryOptions(escalate=("offload",))}'
-        )
+
+
+def _check_batches(trainer: Any, *, exact: bool) -> None:
     collator = trainer.data_collator
     if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
         raise UnsupportedError(
             f"{type(collator).__name__} makes one row of a batch (padding-free), which cannot be "
-            "cut into samples: say padding_free=False, or "
-            'packing_strategy="wrapped" where packing=True'
+            'cut into samples: say padding_free=False, or packing_strategy="wrapped" where '
+            "packing=True"
         )
     if exact and getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
         raise UnsupportedError(
             "output_router_logits=True adds the router's loss, which is no sum over samples: "
-            "leave it out, or take it piece by piece, as gradient "
-            'accumulation does, by elastic={"verify": False}'
+            "leave it out, or take it piece by piece, as gradient accumulation does, by "
+            'elastic={"verify": False}'
         )

@@ -1,8 +1,9 @@
-"""The runtime in `transformers.Trainer` and its subclasses: `per_device_train_batch_size` is the batch wanted, the runtime picks the micro-batch.
+"""The runtime in `transformers.Trainer` and its subclasses.
 
-Every piece runs through the trainer's own `training_step`. Where the loss is normalised by
-`num_items_in_batch`, it gets the piece's own number, so that any loss is the mean over its piece,
-whatever the model's signature says. The engine weighs it by the piece's labels.
+`per_device_train_batch_size` is the batch wanted, the runtime picks the micro-batch. Every piece
+runs through the trainer's own `training_step`. Where the loss is normalised by
+`num_items_in_batch`, the step gets the piece's own number, so that any loss is the mean over its
+piece, whatever the model's signature says. The engine weighs it by the piece's labels.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
-from elastic_mbs.integrations.runtime_options import check_names
 from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
 from elastic_mbs.integrations.trl_metrics import BatchMetrics, Note
 from elastic_mbs.memory import oom
+from elastic_mbs.options import Options, check_names
 from elastic_mbs.runtime import ElasticMBS
+from elastic_mbs.verify import VerifyReport
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -38,14 +40,23 @@ else:
 STATE_NAME = "elastic_mbs.json"  # in a checkpoint's folder
 _OWN = {"optimizer_step": False, "verify": True}
 _TAKEN = ("outputs", "reduction", "scaler")  # options of the runtime that follow from the trainer
-# relative difference of two losses that says nothing: in half precision or TF32, and otherwise
+# relative difference of two losses that is rounding: in half precision or TF32, and otherwise
 _ROUGH, _FINE = 2e-2, 1e-4
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
 
 
+class TrainerOptions(Options, total=False):
+    """The options of `elastic=`: those of `ElasticMBS`, and two of the trainer's own."""
+
+    optimizer_step: bool
+    verify: bool
+
+
 class ElasticTrainerMixin(_Base):
-    """Keeps a `Trainer` alive through out-of-memory errors, with the gradients of the whole batch: `class MyTrainer(ElasticTrainerMixin, Trainer)`.
+    """A mixin that keeps a `Trainer` alive through out-of-memory errors.
+
+    Gradients are those of the whole batch: `class MyTrainer(ElasticTrainerMixin, Trainer)`.
 
     Args:
         *args: the trainer's.
@@ -64,12 +75,12 @@ class ElasticTrainerMixin(_Base):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses trainers whose batches mean more than their samples."""
+        """Refuse trainers whose batches mean more than their samples."""
         super().__init_subclass__(**kwargs)
         TRANSFORMERS.check()
         check_class(cls, ElasticTrainerMixin)
 
-    def __init__(self, *args: Any, elastic: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, elastic: TrainerOptions | None = None, **kwargs: Any) -> None:
         self._elastic_options = _checked({} if elastic is None else elastic)
         self._elastic_of: tuple[object, ElasticMBS] | None = None  # a model and its runtime
         self._elastic_verified = set[bool]()
@@ -100,7 +111,10 @@ class ElasticTrainerMixin(_Base):
     # ------------------------------------------------------------------ training
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The trainer's own step on every piece; returns the loss of the whole batch, as its share in the batches accumulated for one step."""
+        """Run the trainer's own step on every piece; return the loss of the whole batch.
+
+        The loss is the batch's share in the batches that are accumulated for one step.
+        """
         mbs = self.elastic
         if not mbs.enabled:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
@@ -129,7 +143,10 @@ class ElasticTrainerMixin(_Base):
         return result.loss
 
     def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any) -> None:
-        """The trainer's step, in which `accelerator.backward` is the piece's, and whose division for accumulation is ours."""
+        """Run the trainer's step on one piece.
+
+        In it `accelerator.backward` is the piece's, and the division for accumulation is ours.
+        """
         total, steps = micro.total, getattr(self, "current_gradient_accumulation_steps", 1)
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
@@ -157,7 +174,7 @@ class ElasticTrainerMixin(_Base):
             del self.accelerator.backward
 
     def _elastic_count(self, inputs: Any) -> Tensor:
-        """Loss terms of each sample."""
+        """Return the number of loss terms of each sample."""
         count = self._elastic_options.get("count", self._elastic_labels)
         found = None if count is None else count(inputs)
         return (
@@ -167,7 +184,10 @@ class ElasticTrainerMixin(_Base):
         )
 
     def _elastic_labels(self, inputs: Any) -> Tensor | None:
-        """Labels that are not -100 in each sample, as the trainer counts them; None where there are no labels."""
+        """Return the number of labels that are not -100 in each sample, as the trainer counts.
+
+        None where there are no labels.
+        """
         labels = inputs.get("labels")
         if "shift_labels" in inputs:
             labels = inputs["shift_labels"]
@@ -180,7 +200,10 @@ class ElasticTrainerMixin(_Base):
         )
 
     def _elastic_verify(self, inputs: Any) -> None:
-        """Compares the loss of a few samples with the one put together from pieces: in the first step, and after the first batch that was split."""
+        """Compare the loss of a few samples with the one put together from pieces.
+
+        In the first step, and after the first batch that was split.
+        """
         last = self.elastic.last_result
         split = last is not None and len(last.partition) > 1
         if (
@@ -190,17 +213,7 @@ class ElasticTrainerMixin(_Base):
         ):
             return
         metrics, drawn = BatchMetrics(self), list[bool]()
-
-        def loss_fn(piece: Any) -> Any:
-            before = _streams(self.args.device)
-            with torch.no_grad(), self.compute_loss_context_manager():
-                items = self._get_num_items_in_batch([piece], self.args.device)
-                loss = self.compute_loss(
-                    self.model, self._prepare_inputs(piece), num_items_in_batch=items
-                )
-            drawn.append(not all(map(torch.equal, before, _streams(self.args.device))))
-            return loss.detach().requires_grad_()  # a graph would take memory
-
+        loss_fn = functools.partial(self._elastic_loss, drawn=drawn)
         try:
             report = self.elastic.verify(loss_fn, inputs)
         except CountError:  # there are no labels in these samples: the next batch will have some
@@ -210,16 +223,8 @@ class ElasticTrainerMixin(_Base):
                 "the loss of a batch was not compared with the one of its pieces: %s", error
             )
         else:
-            half = (
-                self.args.bf16
-                or self.args.fp16
-                or any(leaf.dtype.itemsize < 4 for leaf in self.model.parameters())
-            )
-            rough = half or torch.get_float32_matmul_precision() != "highest"
-            same = report.ok or abs(report.whole - report.split) <= (
-                _ROUGH if rough else _FINE
-            ) * abs(report.whole)
-            if not (same or any(drawn)):  # what draws random numbers cannot be compared
+            # losses that draw random numbers cannot be compared
+            if not (self._elastic_same(report) or any(drawn)):
                 raise UsageError(
                     f"{report}\n  Where the loss is no mean over the labels that are not -100, "
                     "say what it is a mean over: "
@@ -230,6 +235,28 @@ class ElasticTrainerMixin(_Base):
             metrics.restore()
         self._elastic_verified.add(split)
 
+    def _elastic_loss(self, piece: Any, drawn: list[bool]) -> Tensor:
+        """Return the loss of a piece; note in `drawn` if it drew random numbers."""
+        before = _streams(self.args.device)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            items = self._get_num_items_in_batch([piece], self.args.device)
+            loss: Tensor = self.compute_loss(
+                self.model, self._prepare_inputs(piece), num_items_in_batch=items
+            )
+        drawn.append(not all(map(torch.equal, before, _streams(self.args.device))))
+        return loss.detach().requires_grad_()  # a graph would take memory
+
+    def _elastic_same(self, report: VerifyReport) -> bool:
+        """Return True if both losses of a report are the same but for rounding."""
+        half = (
+            self.args.bf16
+            or self.args.fp16
+            or any(leaf.dtype.itemsize < 4 for leaf in self.model.parameters())
+        )
+        rough = half or torch.get_float32_matmul_precision() != "highest"
+        near = (_ROUGH if rough else _FINE) * abs(report.whole)
+        return report.ok or abs(report.whole - report.split) <= near
+
     # ------------------------------------------------------------------ evaluation
 
     def prediction_step(
@@ -239,20 +266,27 @@ class ElasticTrainerMixin(_Base):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """The trainer's own step on every piece: loss, logits and labels of the whole batch, on the host where `eval_accumulation_steps` is set."""
-        mbs, to = self.elastic, "device" if self.args.eval_accumulation_steps is None else "cpu"
+        """Run the trainer's own step on every piece.
+
+        Returns:
+            Loss, logits and labels of the whole batch, on the host where `eval_accumulation_steps`
+            is set.
+        """
+        mbs = self.elastic
         if not mbs.enabled:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
         metrics = BatchMetrics(self)
         try:
-            found = mbs.eval(
-                self._elastic_predict,
+            found = mbs.evaluate(
+                functools.partial(
+                    self._elastic_predict,
+                    model=model,
+                    prediction_loss_only=prediction_loss_only,
+                    ignore_keys=ignore_keys,
+                    metrics=metrics,
+                ),
                 inputs,
-                model,
-                prediction_loss_only,
-                ignore_keys,
-                metrics,
-                to=to,  # type: ignore[arg-type]  # one of the two
+                outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
             )
         except BaseException:
             metrics.restore()
@@ -281,7 +315,7 @@ class ElasticTrainerMixin(_Base):
         )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's; the monitor stops with it where no training runs."""
+        """Run the trainer's loop; the monitor stops with it where no training runs."""
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
@@ -291,23 +325,23 @@ class ElasticTrainerMixin(_Base):
     # ------------------------------------------------------------------ around the loop
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's, inside the runtime's block.
+        """Run the trainer's loop inside the runtime's block.
 
-        Here, because `train` makes the model anew where there is a `model_init`.
+        `train` makes the model anew where there is a `model_init`, so the block begins here.
         """
         self._elastic_verified = set()
         with self._elastic_checked():
             return super()._inner_training_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's, with its step guarded where that is asked for."""
+        """Return the trainer's optimizer, with its step guarded where that is asked for."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._elastic_options["optimizer_step"]:
             _guard(getattr(optimizer, "optimizer", optimizer), lambda: self.elastic)
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The trainer's, with what the runtime has been through beside each training loss."""
+        """Log as the trainer does, with the runtime's figures beside each training loss."""
         result, stats = self.elastic.last_result, self.elastic.stats
         if "loss" in logs and result is not None:
             logs |= {
@@ -318,7 +352,7 @@ class ElasticTrainerMixin(_Base):
         super().log(logs, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The trainer's, and beside them what has been learned about sizes."""
+        """Save the trainer's files, and beside them the sizes that were learned."""
         super()._save_optimizer_and_scheduler(output_dir)
         Path(output_dir, STATE_NAME).write_text(json.dumps(self.elastic.state_dict()))
 
@@ -335,7 +369,9 @@ class ElasticTrainerMixin(_Base):
 
 @functools.cache
 def elastic_trainer(trainer_class: TrainerClass) -> TrainerClass:
-    """A subclass of a class of trainers that has the runtime in it, the same each time: `elastic_trainer(SFTTrainer)(model, ..., elastic={...})`.
+    """Return a subclass of a class of trainers with the runtime in it, the same each time.
+
+    `elastic_trainer(SFTTrainer)(model, ..., elastic={...})`
 
     Args:
         trainer_class: `transformers.Trainer`, or a subclass: `trl.SFTTrainer`, your own.
@@ -356,7 +392,7 @@ def elastic_trainer(trainer_class: TrainerClass) -> TrainerClass:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with our own ones filled in; the runtime checks the values of its own."""
+    """Return the options with the trainer's own filled in; the runtime checks the others."""
     check_names("elastic=", options, own=_OWN, taken=_TAKEN)
     for name in _OWN:
         if not isinstance(options.get(name, True), bool):
@@ -370,7 +406,7 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _guard(optimizer: torch.optim.Optimizer, runtime: Callable[[], ElasticMBS]) -> None:
-    """Has `optimizer.step()` go through the runtime's guarded step, once."""
+    """Send `optimizer.step()` through the runtime's guarded step, once."""
     if hasattr(plain := optimizer.step, "guarded"):
         return
 
@@ -395,7 +431,7 @@ def _streams(device: torch.device) -> list[Tensor]:
 
 
 def _mean(losses: list[Tensor] | None, counts: list[Tensor]) -> Tensor | None:
-    """The batch's mean loss from the pieces'; a piece that counts nothing has none."""
+    """Return the batch's mean loss; a piece without counts adds nothing."""
     if losses is None or len(losses) == 1:
         return None if losses is None else losses[0]
     each = torch.stack(counts).tolist()
@@ -404,7 +440,7 @@ def _mean(losses: list[Tensor] | None, counts: list[Tensor]) -> Tensor | None:
 
 
 def _joined(outputs: Any) -> Any:
-    """What the pieces have padded by themselves, or what is no row per sample, joined as the trainer joins batches."""
+    """Join outputs that pieces have padded, or that are no rows, as the trainer joins batches."""
     if isinstance(outputs, PerPiece):
         return functools.reduce(functools.partial(nested_concat, padding_index=-100), outputs)
     if isinstance(outputs, tuple | list):

@@ -1,4 +1,7 @@
-"""What `trl.SFTTrainer` notes in every forward (entropy, accuracy, tokens): a batch has one entry of each, however it was split."""
+"""The metrics that `trl.SFTTrainer` notes in every forward: entropy, accuracy, tokens.
+
+A batch has one entry of each, however it was split.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ from typing import Any
 
 
 class Note:
-    """What one piece has added: values by mode ("train" or "eval") and name, tokens, and its loss terms, by which the values weigh."""
+    """The metrics of one piece: values by mode ("train" or "eval") and name, and tokens.
+
+    The values weigh by `count`, the piece's loss terms.
+    """
 
     def __init__(self, values: dict[str, dict[str, float]], tokens: float, count: float) -> None:
         self.values, self.tokens, self.count = values, tokens, count
 
 
 class BatchMetrics:
-    """The metrics of a trainer at a batch's start, and what its pieces add to them.
+    """The metrics of a trainer at a batch's start, and the notes of its pieces.
 
-    Does nothing for a trainer that keeps none.
+    It does nothing for a trainer that keeps none.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -33,14 +39,14 @@ class BatchMetrics:
         self._tokens = self._state.get("_total_train_tokens", 0)
 
     def restore(self) -> None:
-        """Puts back what was there before the batch: an attempt begins, or nothing of the batch is to stay."""
+        """Put the metrics back to the batch's start."""
         for mode, named in self._metrics.items():
             named.clear()
             named.update({name: list(values) for name, values in self._before[mode].items()})
             self._state["_total_train_tokens"] = self._tokens
 
     def note(self, count: Any) -> Note:
-        """What the attempt has added."""
+        """Return what the attempt has added."""
         new = {
             mode: {
                 name: values[-1]
@@ -56,7 +62,7 @@ class BatchMetrics:
         )
 
     def join(self, notes: Sequence[Note]) -> None:
-        """Adds the means of the pieces' values as one entry each."""
+        """Add the means of the pieces' values as one entry each."""
         self.restore()
         for mode, named in self._metrics.items():
             noted = [note for note in notes if note.values[mode] and note.count]

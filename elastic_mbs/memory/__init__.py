@@ -5,7 +5,7 @@ from elastic_mbs.memory.budget import MemoryBudget
 from elastic_mbs.memory.cgroup import CgroupMemory, cgroup_memory
 from elastic_mbs.memory.devices import NoMeter, NoSensor, sensor_for
 from elastic_mbs.memory.host import HostMeter, HostSensor
-from elastic_mbs.memory.host_guard import HostGuard, margin_of, refuse_devices
+from elastic_mbs.memory.host_guard import HostGuard
 from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.memory.processes import Holder
 from elastic_mbs.memory.sensor import (
@@ -16,7 +16,6 @@ from elastic_mbs.memory.sensor import (
     Usage,
     UsageMeter,
     parse_bytes,
-    trouble_with,
 )
 
 __all__ = [
@@ -43,9 +42,6 @@ __all__ += [
 ]
 __all__ += [
     "cgroup_memory",
-    "margin_of",
     "parse_bytes",
-    "refuse_devices",
     "sensor_for",
-    "trouble_with",
 ]

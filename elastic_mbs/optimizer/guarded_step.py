@@ -41,21 +41,13 @@ _HUNG = ("step", "grad_scale", "found_inf", "param_groups")
 class GuardedStep:
     """Steps optimizers, exactly or not at all."""
 
-    def __init__(self, context: Resources, *, enabled: bool = True) -> None:
-        self._resources, self._enabled = context, enabled
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
         self._order = AttemptOrder()
 
     def __call__(self, optimizer: Optimizer, closure: object = None) -> None:
         """See `ElasticMBS.optimizer_step`."""
-        if closure is not None:
-            raise UsageError(
-                "optimizer_step() takes no closure, which would run forward and backward with "
-                "every try: call mbs.backward first"
-            )
-        if not self._enabled:
-            scaler = self._resources.settings.scaler
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-            return
+        refuse_closure(closure)
         _check(optimizer)
         if not any(with_gradient(optimizer)):
             # it changes nothing: for its hooks, and for a scheduler that counts steps
@@ -64,6 +56,15 @@ class GuardedStep:
         what = "keep the optimizer's state"
         step = _retry(self._resources, what, lambda: _Step(optimizer, self._resources, self._order))
         _retry(self._resources, what, step.make, passes=step.passes)
+
+
+def refuse_closure(closure: object) -> None:
+    """Refuse a closure: it would be run again with every try of the step."""
+    if closure is not None:
+        raise UsageError(
+            "optimizer_step() takes no closure, which would run forward and backward with "
+            "every try: call mbs.backward first"
+        )
 
 
 def _retry(

@@ -105,7 +105,7 @@ class Soak(Training):
                 self._step(mbs, doors[turn % len(doors)])
                 if turn % 5 == 4:
                     self.short(
-                        lambda: mbs.eval(
+                        lambda: mbs.evaluate(
                             lambda piece: [self.real.loss_fn(piece)],
                             self.real.batch(self.counts.steps),
                         ),

@@ -52,10 +52,10 @@ class Call:
         """The first door; a loss over embeddings gets a part of the batch beside them, which it returns as outputs."""
         if (over := self.case.over) is None:
             return self.mbs.backward(self.loss, self.batch)
-        return self.mbs.backward(
+        return self.mbs.backward_embeddings(
             lambda batch: (self.loss(batch), one_of(batch)),
+            lambda found: (over(found[0]), found[1]),
             self.batch,
-            loss=lambda found: (over(found[0]), found[1]),
         )
 
     def prepare(self) -> None:
@@ -170,7 +170,7 @@ class Reading(Call):
 
 
 class Evaluation(Call):
-    """`eval`, whose function gives a loss for each piece, and a tensor whose pieces are joined."""
+    """`evaluate`, whose function gives a loss for each piece, and a tensor whose pieces are joined."""
 
     gradients = False
 
@@ -179,9 +179,10 @@ class Evaluation(Call):
 
     def perform(self) -> Any:
         numbered = {"samples": self.batch, "index": self._index}
-        return self.mbs.eval(
+        return self.mbs.evaluate(
             lambda piece: {"loss": self.loss(piece["samples"]), "index": piece["index"] * 1},
             numbered,
+            outputs="device",
         )
 
     def judge(self, product: Any, start: State, end: State) -> float:

@@ -241,7 +241,7 @@ class _Trial:
             number,
             max(1, self.operations // 3),
             where,
-            lambda: mbs.eval(real.scores, batch),
+            lambda: mbs.evaluate(real.scores, batch, outputs="device"),
         )
         before.demand_kept(State.of(real.leaves(), real.model), where=where)
         real.model.train()

@@ -265,7 +265,7 @@ class Session:
     def _evaluate(self, step: int) -> None:
         following = batch_of(self.subject, step + 1)
         with evaluating(self.subject) as evaluate:
-            losses = self._mbs.eval(evaluate, following)  # one of each piece
+            losses = self._mbs.evaluate(evaluate, following)  # one of each piece
         self.curve.outputs += losses
         self.curve.evaluated[step] = list(
             itertools.pairwise([0, *itertools.accumulate(losses.lengths)])

@@ -79,7 +79,7 @@ def test_a_command_that_cannot_go_on_has_an_exit_code_of_its_own(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_output_that_is_not_read_any_more_ends_a_command_without_a_traceback() -> None:
+def test_output_that_is_not_read_ends_a_command_without_a_traceback() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "elastic_mbs", "doctor"],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The demo: it survives, trains the same model, prints what happened, and notices when something is wrong."""
+"""The demo survives, trains the same model, tells of it, and notices when something is wrong."""
 
 import math
 import random
@@ -142,7 +142,7 @@ def test_a_text_that_cannot_be_used_is_named(
         text.read_documents(None, count=1, longest=64, seed=0)
 
 
-def test_a_seed_gives_the_same_batches_each_time_and_moves_no_random_stream() -> None:
+def test_a_seed_gives_the_same_batches_and_moves_no_random_stream() -> None:
     before, python = torch.random.get_rng_state(), random.getstate()
 
     def loader(seed: int) -> text.Loader:

@@ -380,7 +380,7 @@ def test_findings_are_printed_whole_as_json_and_as_text_that_fits(facts: Facts) 
     assert lines[-1] == summary(findings)
 
 
-def test_every_condition_of_the_code_is_in_the_table_and_the_other_way_round() -> None:
+def test_conditions_of_code_and_table_are_the_same() -> None:
     rules = [rule for groups in table().values() for group in groups.values() for rule in group]
     used = {
         condition
@@ -419,9 +419,7 @@ def test_any_text_is_read_without_raising(text: str) -> None:
     assert judge(variables(PYTORCH_ALLOC_CONF=text))
 
 
-def test_settings_are_read_as_torch_writes_them_and_conflict_where_they_differ_in_more_than_their_order() -> (
-    None
-):
+def test_settings_conflict_where_they_differ_in_more_than_order() -> None:
     text = " max_split_size_mb : 128 ,a,b:,:c,roundup_power2_divisions:[256:1,512:2,>:8],d:[1"
     assert settings({"PYTORCH_ALLOC_CONF": text}) == {
         "max_split_size_mb": "128",

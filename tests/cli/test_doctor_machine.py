@@ -1,4 +1,4 @@
-"""The doctor's questions to the machine: each answer in its place, and a question that fails costs that answer only."""
+"""The doctor's questions to the machine: one that fails costs its own answer only."""
 
 import importlib.metadata
 import platform
@@ -18,7 +18,7 @@ from elastic_mbs.cli.doctor.machine import collect, limits, nvml_facts, softly, 
 from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver, raiser
 
 
-def test_the_driver_is_read_with_the_real_binding_and_its_failures_are_kept_apart(
+def test_the_driver_is_read_and_its_failures_are_kept_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = FakeDriver(monkeypatch)
@@ -185,7 +185,10 @@ def test_a_torch_that_sees_no_device_says_why_with_its_warning(
         "13.0", None, Unknown("RuntimeError: No CUDA GPUs are available"), None
     )
     monkeypatch.setattr(torch.cuda, "init", init)
-    why = "CUDA initialization: the driver is too old (found version 11040). (RuntimeError: No CUDA GPUs are available)"
+    why = (
+        "CUDA initialization: the driver is too old (found version 11040). (RuntimeError: No CUDA "
+        "GPUs are available)"
+    )
     assert torch_facts(READ).devices == Unknown(why)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert torch_facts(READ) == Torch(), "a build without CUDA is not asked for devices"

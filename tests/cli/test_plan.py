@@ -15,7 +15,8 @@ from beside import WIDTH
 def make():
     model = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     batches = [torch.randn(32, 100, 64)]
-    return model, lambda b: model(b).square().mean(), batches, lambda p: torch.optim.AdamW(p), {"policy": None}
+    loss_fn = lambda b: model(b).square().mean()
+    return model, loss_fn, batches, lambda p: torch.optim.AdamW(p), {"policy": None}
 
 def drawn():
     return (*make()[:2], lambda step: torch.randn(8, 100, 64))

@@ -155,9 +155,7 @@ def test_the_head_is_right_where_little_is_known_or_the_run_failed(
     assert "ended by" not in {name for name, _, _ in run_of([*events, (5.0, done(5.0))]).tiles}
 
 
-def test_the_size_goes_down_at_a_failure_and_up_at_a_growth_and_lost_time_is_a_share_of_each_call() -> (
-    None
-):
+def test_sizes_follow_failures_and_growths_and_lost_time_is_a_share() -> None:
     assert [share for _, share in run_of(RUN).lost] == [0.0, 0.0, 0.25, 0.0, 0.0]
     assert run_of([(1.0, done(seconds=0.1, seconds_lost=5.0))]).lost[-1] == (1.0, 1.0)
     assert run_of(RUN).sizes[KEY] == [(0.0, 16), (1.0, 16), (1.5, 8), (2.9, 16)]

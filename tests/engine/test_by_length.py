@@ -198,7 +198,7 @@ def test_evaluation_gives_what_the_function_gives_on_the_whole_batch_in_its_orde
         whole = scores(batch)
     for size, fails in ((2, 0), (2, 5), (4, 12), (11, 3)):
         with InjectOOM(at=[fails]) as strike:
-            parts = elastic(model, micro_batch_size=size, **OPTIONS).eval(scores, batch)
+            parts = elastic(model, micro_batch_size=size, **OPTIONS).evaluate(scores, batch)
         assert bool(strike.hits) == (fails > 0)
         assert torch.equal(parts["words"], whole["words"])
         assert torch.allclose(parts["first"], whole["first"], rtol=1e-12)

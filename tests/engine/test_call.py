@@ -20,6 +20,7 @@ from elastic_mbs.events import CallDone, CallFailed, Event
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import (
     FailOn,
+    calls_of,
     cross_entropy,
     elastic,
     failing,
@@ -51,8 +52,9 @@ def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: in
         mbs = elastic(model, micro_batch_size=4)
         with strike, suppress(KeyboardInterrupt):
             through(door, mbs, failing(model, FailOn(2)), pairs(8))
-        if mbs._call is not None and not mbs._call.finished:
-            assert not mbs._call.inside
+        call = calls_of(mbs).current
+        if call is not None and not call.finished:
+            assert not call.inside
             with pytest.raises(IncompleteBatchError):
                 mbs.backward(cross_entropy(model), pairs(8))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, (
@@ -217,7 +219,7 @@ def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie(
     before = [p.grad for p in model.parameters()]
     x = pairs(8)[0]
     with InjectOOM(at=[1]) as inject:
-        assert elastic(model, micro_batch_size=4).eval(model, x).shape == (8, 4)
+        assert elastic(model, micro_batch_size=4).evaluate(model, x).shape == (8, 4)
     assert inject.hits
     assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 

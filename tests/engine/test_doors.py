@@ -1,4 +1,4 @@
-"""Three doors, one engine: what they share, switched on and off; and whatever is decorated stays the function that it was."""
+"""Three doors to one engine, switched on and off; a decorated function stays what it was."""
 
 import copy
 import functools
@@ -113,7 +113,7 @@ def _without_clock(state: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_runtime_is_not_copied_and_says_so(take: Callable[[Any], object]) -> None:
-    """A shallow copy would have shared everything, and a deep one failed at "cannot pickle '_thread.lock' object"."""
+    """A shallow copy would have shared everything, and a deep one failed at a lock."""
     with (
         elastic(mlp()) as mbs,
         pytest.raises(UsageError, match=r"neither copied nor pickled.*state_dict\(\)"),
@@ -185,7 +185,7 @@ def test_disabled_starts_no_thread_and_watches_nothing() -> None:
         mbs.backward(loss_fn, pairs())
 
 
-def test_disabled_gives_outputs_totals_and_callbacks_and_uses_scaler_and_backward() -> None:
+def test_disabled_has_outputs_totals_callbacks_scaler_and_backward() -> None:
     model, batch, log = mlp(), pairs(), list[Any]()
     mbs = elastic(
         model, enabled=False, scaler=torch.amp.GradScaler("cpu", init_scale=4.0), reduction="sum"
@@ -203,7 +203,7 @@ def test_disabled_gives_outputs_totals_and_callbacks_and_uses_scaler_and_backwar
     elastic(model, enabled=False, backward=log.append).backward(cross_entropy(model), batch)
     assert len(log) == 2
     assert torch.equal(
-        elastic(model, enabled=False).eval(model, batch[0]), model(batch[0]).detach()
+        elastic(model, enabled=False).evaluate(model, batch[0]), model(batch[0]).detach()
     )
 
 
@@ -221,7 +221,7 @@ def test_a_backward_of_ones_own_is_called_even_if_it_counts_as_false(
 def test_disabled_knows_the_total_and_takes_batches_that_could_not_be_cut(
     model: nn.Sequential, batch: Pair
 ) -> None:
-    """A `loss_fn` that normalises by itself has to work with the switch off too; with nothing to cut there is nothing to refuse."""
+    """A `loss_fn` that normalises by itself works with the switch off, too."""
     mbs = elastic(model, enabled=False, reduction="sum")
     mbs.backward(lambda b: 8 * cross_entropy(model)(b) / mbs.total, batch)
     elastic(model, enabled=False).backward(lambda b: cross_entropy(model)(b()), lambda: batch)
@@ -240,7 +240,9 @@ def test_the_batch_is_brought_to_the_model_either_way(door: Any, enabled: bool) 
         return loss
 
     if door == "eval":
-        elastic(model, micro_batch_size=4, enabled=enabled).eval(loss_fn, batch)
+        elastic(model, micro_batch_size=4, enabled=enabled).evaluate(
+            loss_fn, batch, outputs="device"
+        )
     else:
         once(door, model, loss_fn, batch, micro_batch_size=4, enabled=enabled)
     assert set(seen) == {"meta"}
@@ -271,19 +273,42 @@ def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> 
 
 @pytest.mark.parametrize("door", [1, 2])
 def test_arguments_of_any_name_reach_the_step_function(model: nn.Sequential, door: int) -> None:
-    """`loss_fn`, `batch` and `self` are names of the engine's own parameters, and may be the user's too."""
+    """`loss_fn`, `batch` and `self` are names of the engine's own parameters, `loss` was one."""
 
-    def step(piece: Pair, loss_fn: int, batch: int, self: int, fn: int) -> Tensor:
+    def step(piece: Pair, loss_fn: int, batch: int, self: int, fn: int, loss: Any) -> Tensor:
         assert (loss_fn, batch, self, fn) == (1, 2, 3, 4)
-        return cross_entropy(model)(piece)
+        scores: Tensor = loss(model(piece[0]), piece[1])
+        return scores
 
+    own: dict[str, Any] = {"loss_fn": 1, "self": 3, "fn": 4, "loss": nn.CrossEntropyLoss()}
     if door == 1:
-        elastic(model, micro_batch_size=4).backward(step, pairs(), loss_fn=1, batch=2, self=3, fn=4)
+        elastic(model, micro_batch_size=4).backward(step, pairs(), batch=2, **own)
     else:
         elastic_step(model, micro_batch_size=4, **quiet())(functools.partial(step, batch=2))(
-            pairs(), loss_fn=1, self=3, fn=4
+            pairs(), **own
         )
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(pairs()))) <= 1e-12
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("door", "functions", "name"),
+    [
+        ("evaluate", 1, "to"),
+        ("verify", 1, "loss"),
+        ("plan", 1, "size"),
+        ("backward_embeddings", 2, "loss"),
+        ("micro_batches", 0, "size"),
+    ],
+)
+def test_a_door_that_passes_nothing_on_says_where_arguments_go(
+    model: nn.Sequential, door: str, functions: int, name: str, enabled: bool
+) -> None:
+    call = functools.partial(getattr(elastic(model, enabled=enabled), door), *[model] * functions)
+    with pytest.raises(UsageError, match=rf"{door}\(\): .*'{name}'.* lambda or functools.partial"):
+        call(pairs(), **{name: 3})
+    with pytest.raises(UsageError, match=rf"{door}\(\): too many .* lambda or functools.partial"):
+        call(pairs(), 3)
 
 
 @dataclass
@@ -380,8 +405,8 @@ class _BatchNormTrainer:
 @pytest.mark.parametrize(
     "copied", [None, copy.copy, copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))]
 )
-def test_an_instance_that_gets_another_model_or_is_a_copy_gets_another_runtime(copied: Any) -> None:
-    """The old model's was kept, by a shallow copy of the instance, too: what a failed attempt did to the new one's buffers was not put back."""
+def test_another_model_or_a_copy_gets_another_runtime(copied: Any) -> None:
+    """The old model's runtime was kept, and the new one's buffers were not put back."""
     x, runtime_of = torch.randn(8, 4, dtype=torch.float64), _BatchNormTrainer.step.mbs
 
     def run(at: int) -> tuple[nn.Module, int]:
@@ -408,7 +433,7 @@ def test_an_instance_that_gets_another_model_or_is_a_copy_gets_another_runtime(c
     assert ooms
 
 
-def test_a_list_of_networks_that_is_made_anew_for_each_call_has_one_runtime() -> None:
+def test_a_list_of_networks_made_for_each_call_has_one_runtime() -> None:
     class Trainer:
         net = mlp()
 

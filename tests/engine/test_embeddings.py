@@ -1,4 +1,4 @@
-"""`backward(embed_fn, batch, loss=…)` with the other options and doors, what is told of it, and how it ends."""
+"""`backward_embeddings` with the other options and doors, what is told of it, and how it ends."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from elastic_mbs import (
     MicroBatchFloorError,
     OutOfMemory,
     Policy,
-    elastic_step,
 )
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.contrast import Contrast, samples
-from tests.helpers.steps import FailOn, elastic, grads, mlp, off_by, quiet
+from tests.helpers.steps import FailOn, elastic, grads, mlp, off_by
 
 EXACT = 1e-12
 
 
-@pytest.mark.parametrize("by", ["scaler", "backward", "wide", "noise", "disabled", "decorator"])
+@pytest.mark.parametrize("by", ["scaler", "backward", "wide", "noise", "disabled"])
 def test_options_and_other_doors_give_the_same_gradient(by: str) -> None:
     case, x = Contrast(), samples(8)
     wanted = case.by_hand(x)
@@ -37,14 +36,9 @@ def test_options_and_other_doors_give_the_same_gradient(by: str) -> None:
         "disabled": {"enabled": False},
     }
     options = ways.get(by, {})
-    if by == "decorator":
-        result = elastic_step(case.model, **quiet(micro_batch_size=3))(case.embed)(
-            x, loss=case.over
-        )
-    else:
-        result = elastic(case.model, micro_batch_size=3, **options).backward(
-            case.embed, x, loss=case.over
-        )
+    result = elastic(case.model, micro_batch_size=3, **options).backward_embeddings(
+        case.embed, case.over, x
+    )
     if by == "scaler":
         scaler.unscale_(torch.optim.SGD(case.leaves, 0.1))
     assert off_by(case.leaves, wanted) <= EXACT
@@ -65,8 +59,8 @@ def test_a_scaler_is_used_once_whatever_fails() -> None:
         case, scaler = Contrast(), torch.amp.GradScaler("cpu", init_scale=1024.0)
         wanted = case.by_hand(x)
         with InjectOOM(at=[at]) as inject:
-            elastic(case.model, micro_batch_size=4, scaler=scaler).backward(
-                case.embed, x, loss=case.over
+            elastic(case.model, micro_batch_size=4, scaler=scaler).backward_embeddings(
+                case.embed, case.over, x
             )
         hit = bool(inject.hits)
         scaler.unscale_(torch.optim.SGD(case.leaves, 0.1))
@@ -83,8 +77,8 @@ def test_a_gradient_that_half_precision_would_lose_is_scaled_in_the_loss() -> No
     over(model(x)).backward()
     wanted = grads(model)
     model.zero_grad()
-    elastic(model, micro_batch_size=3, scaler=scaler).backward(
-        lambda b: model(b).half(), x, loss=over
+    elastic(model, micro_batch_size=3, scaler=scaler).backward_embeddings(
+        lambda b: model(b).half(), over, x
     )
     scaler.unscale_(torch.optim.SGD(model.parameters(), 0.1))
     assert off_by(model, wanted) < 1e-2
@@ -99,10 +93,8 @@ def test_one_call_is_told_of_with_all_that_it_survived() -> None:
     mbs = elastic(
         case.model, micro_batch_size=4, on_event=events.append, count=lambda b: [1, 2] * 4
     )
-    result = mbs.backward(
-        case.embed_failing(FailOn(4)),
-        x,
-        loss=lambda z: (case.over(z), {"z": z, "total": mbs.total}),
+    result = mbs.backward_embeddings(
+        case.embed_failing(FailOn(4)), lambda z: (case.over(z), {"z": z, "total": mbs.total}), x
     )
     mbs.close()
     done = [event for event in events if isinstance(event, CallDone)]
@@ -122,7 +114,7 @@ def test_one_call_is_told_of_with_all_that_it_survived() -> None:
     )
     assert (
         elastic(case.model, outputs=None)
-        .backward(case.embed, x, loss=lambda z: (case.over(z), z))
+        .backward_embeddings(case.embed, lambda z: (case.over(z), z), x)
         .outputs
         is None
     )
@@ -133,9 +125,9 @@ def test_the_size_grows_back_and_serves_both_passes() -> None:
     case, x = Contrast(nn.Dropout(0.1)), samples(8)
     mbs = ElasticMBS(case.model, micro_batch_size=8, policy=Policy(patience=1, jitter=0.0))
     with InjectOOM(at=[1]):
-        assert mbs.backward(case.embed, x, loss=case.over).micro_batch_size == 4
+        assert mbs.backward_embeddings(case.embed, case.over, x).micro_batch_size == 4
     assert list(mbs.stats.sizes) == [4]
-    assert [key for key in mbs.model if "embed" in key] == list(mbs.model), (
+    assert [key for key in mbs.size_models if "embed" in key] == list(mbs.size_models), (
         "one track, of the function that embeds"
     )
 
@@ -152,6 +144,6 @@ def test_a_second_pass_that_never_fits_ends_soon(layers: tuple[nn.Module, ...]) 
         return z
 
     with pytest.raises(MicroBatchFloorError, match="a micro-batch of 1"):
-        elastic(case.model, micro_batch_size=4).backward(embed, x, loss=case.over)
+        elastic(case.model, micro_batch_size=4).backward_embeddings(embed, case.over, x)
     assert len(case.sizes) < 60
     assert off_by(case.leaves, [None] * len(case.leaves)) == 0

@@ -1,4 +1,4 @@
-"""`backward(embed_fn, batch, loss=…)` with what it cannot take: each is refused by name, and nothing has changed."""
+"""`backward_embeddings` with what it cannot take: each is refused by name, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def refused(
     mbs = mbs or elastic(model, micro_batch_size=3)
     streams, buffers = Streams.now(), [buffer.clone() for buffer in model.buffers()]
     with pytest.raises(error, match=match):
-        mbs.backward(embed, X, loss=over)
+        mbs.backward_embeddings(embed, over, X)
     assert off_by(model, [None] * len(list(model.parameters()))) == 0
     assert Streams.now().same(streams)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
-    result = mbs.backward(lambda b: model(b), X, loss=gram)
+    result = mbs.backward_embeddings(lambda b: model(b), gram, X)
     assert off_by(model, whole_gradient(model, lambda net: gram(net(X)))) <= 1e-12, (
         "the next call is as any other"
     )
@@ -85,7 +85,7 @@ def test_embeddings_that_differ_in_shape_from_piece_to_piece() -> None:
 @pytest.mark.parametrize(
     ("over", "error", "match"),
     [
-        (3, UsageError, "loss=over_embeddings.*got a int"),
+        (3, UsageError, "backward_embeddings\\(embed_fn, loss_fn, batch\\).*got a int"),
         (lambda z: None, LossError, "returned None"),
         (lambda z: z @ z.T, LossError, "must be a scalar"),
         (lambda z: gram(z.detach()), LossError, "has no graph"),
@@ -116,9 +116,9 @@ def test_samples_that_are_changed_in_place_are_refused_once() -> None:
 
     mbs = elastic(model, micro_batch_size=3)
     with pytest.raises(BatchError, match=r"changes its samples in place.*x.clone\(\)"):
-        mbs.backward(embed, x, loss=gram)
+        mbs.backward_embeddings(embed, gram, x)
     x = X.clone()
-    mbs.backward(embed, x, loss=gram)
+    mbs.backward_embeddings(embed, gram, x)
     assert torch.equal(x, X)
     assert off_by(model, whole_gradient(model, lambda net: gram(net(X + 1)))) <= 1e-12
 
@@ -126,7 +126,7 @@ def test_samples_that_are_changed_in_place_are_refused_once() -> None:
 @pytest.mark.parametrize(
     ("inside", "error"),
     [
-        (lambda mbs, model: mbs.eval(model, X), NestedCallError),
+        (lambda mbs, model: mbs.evaluate(model, X), NestedCallError),
         (lambda mbs, model: mbs.backward(lambda b: model(b).mean(), X), NestedCallError),
         (lambda mbs, model: mbs.verify(lambda b: model(b).mean(), X), NestedCallError),
         (lambda mbs, model: torch.optim.SGD(model.parameters(), 0.1).step(), StepInsideError),
@@ -192,7 +192,7 @@ def test_a_loss_that_does_not_fit_says_that_no_micro_batch_helps() -> None:
         return gram(z)
 
     mbs = elastic(model, micro_batch_size=3)
-    mbs.backward(lambda b: model(b), X, loss=over)
+    mbs.backward_embeddings(lambda b: model(b), over, X)
     model.zero_grad()
     refused(
         MicroBatchFloorError,
@@ -204,7 +204,7 @@ def test_a_loss_that_does_not_fit_says_that_no_micro_batch_helps() -> None:
     )
     fails.calls = frozenset({fails.count + 1})
     model.zero_grad()
-    mbs.backward(lambda b: model(b), X, loss=over)
+    mbs.backward_embeddings(lambda b: model(b), over, X)
     assert off_by(model, whole_gradient(model, lambda net: gram(net(X)))) <= 1e-12, (
         "one failure is recovered from"
     )
@@ -215,8 +215,8 @@ def test_a_gradient_outside_the_model_that_is_not_empty_is_added_to() -> None:
     gram(model(X) * scale).backward()
     wanted = [None if grad is None else 2 * grad for grad in grads([*model.parameters(), scale])]
     with InjectOOM(at=[60]) as inject:
-        elastic(model, micro_batch_size=3).backward(
-            lambda b: model(b), X, loss=lambda z: gram(z * scale)
+        elastic(model, micro_batch_size=3).backward_embeddings(
+            lambda b: model(b), lambda z: gram(z * scale), X
         )
     assert inject.hits
     assert off_by([*model.parameters(), scale], wanted) <= 1e-12
@@ -230,7 +230,7 @@ def test_a_loop_left_early_is_said_by_the_next_call() -> None:
             micro.backward(model(micro.data).mean())
         break
     with pytest.raises(IncompleteBatchError):
-        mbs.backward(lambda b: model(b), X, loss=gram)
+        mbs.backward_embeddings(lambda b: model(b), gram, X)
 
 
 def test_a_loss_that_switches_a_modules_mode() -> None:
@@ -253,13 +253,6 @@ def test_an_embed_fn_that_draws_from_a_generator_that_is_not_named() -> None:
     refused(ReplayUnsafeError, r"RecoveryOptions\(generators=\[g\]\)", model, embed, gram)
 
 
-@pytest.mark.parametrize("door", ["verify", "plan"])
-def test_verify_and_plan_take_no_loss(door: str) -> None:
-    model = mlp()
-    with pytest.raises(UsageError, match=rf"{door}\(\) takes no loss="):
-        getattr(elastic(model), door)(model, X, loss=gram)
-
-
 def test_embeddings_edited_in_place_by_a_loss_are_as_they_were_when_it_runs_again() -> None:
     """A leaf that needs a gradient refuses it, and what is edited without a graph would be edited twice."""
     model, fails = mlp(), FailOn(1)
@@ -271,7 +264,7 @@ def test_embeddings_edited_in_place_by_a_loss_are_as_they_were_when_it_runs_agai
         fails()
         return gram(z)
 
-    assert elastic(model, micro_batch_size=3).backward(model, X, loss=over).partition == (
+    assert elastic(model, micro_batch_size=3).backward_embeddings(model, over, X).partition == (
         (0, 3),
         (3, 6),
         (6, 8),
@@ -286,5 +279,7 @@ def test_without_the_runtime_a_loss_over_embeddings_counts_nothing_either() -> N
         enabled=False,
         count={"one": lambda b: torch.ones(len(b)), "two": lambda b: torch.ones(len(b))},
     )
-    assert float(mbs.backward(model, X, loss=gram)) == pytest.approx(float(gram(model(X)).detach()))
+    assert float(mbs.backward_embeddings(model, gram, X)) == pytest.approx(
+        float(gram(model(X)).detach())
+    )
     assert off_by(model, whole_gradient(model, lambda net: gram(net(X)))) <= 1e-12

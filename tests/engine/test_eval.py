@@ -1,6 +1,7 @@
-"""`mbs.eval` joins the outputs of pieces, survives out-of-memory, and has nothing to do with gradients."""
+"""`mbs.evaluate` joins the outputs of pieces, survives out-of-memory, and has nothing to do with gradients."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,20 +23,20 @@ def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(
         wanted = model(batch[0])
     modes: list[bool] = []
 
-    def fn(b: Pair, factor: float, *, shift: float) -> dict[str, Any]:
+    def fn(b: Pair, factor: float = 2.0, *, shift: float) -> dict[str, Any]:
         modes.append(torch.is_grad_enabled())
         return {"logits": model(b[0]) * factor + shift, "size": len(b[0]), "none": None}
 
     mbs = elastic(model, micro_batch_size=4)
     with InjectOOM(at=[fault]) as inject:
-        outputs = mbs.eval(fn, batch, 2.0, shift=1.0)
+        outputs = mbs.evaluate(partial(fn, shift=1.0), batch)
     assert mbs.stats.ooms == len(inject.hits) == (fault > 0)
     assert torch.allclose(outputs["logits"], wanted * 2 + 1, rtol=1e-12)
     assert not outputs["logits"].requires_grad
     assert set(modes) == {False}
     assert torch.is_grad_enabled()
     assert sum(outputs["size"]) == 8
-    assert mbs.eval(lambda b: None, batch) is None
+    assert mbs.evaluate(lambda b: None, batch) is None
     assert all(p.grad is None for p in model.parameters())
     assert mbs.last_result is None
 
@@ -51,9 +52,9 @@ def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_
         return torch.bincount(4 * b[1] + model(b[0]).argmax(1), minlength=16).view(4, 4)
 
     mbs = elastic(model, micro_batch_size=8)
-    found = [mbs.eval(confusion, batch)]
+    found = [mbs.evaluate(confusion, batch)]
     with InjectOOM(at=[1]):
-        found.append(mbs.eval(confusion, batch))
+        found.append(mbs.evaluate(confusion, batch))
     assert [matrices.lengths for matrices in found] == [(8, 8), (4, 4, 4, 4)]
     assert all(torch.equal(matrices.sum(), confusion(batch)) for matrices in found)
 
@@ -68,21 +69,21 @@ def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
     with MemoryBudget("1MiB", track=(model, batch)) as budget:
         mbs = elastic(model, micro_batch_size=4, grow=False)
         budget.limit = budget.live + 160 * 2**10
-        outputs = mbs.eval(fn, batch, to="cpu")
+        outputs = mbs.evaluate(fn, batch)
         assert outputs.shape == (64, 1024)
         assert mbs.stats.ooms == 0
         with pytest.raises(MicroBatchFloorError):
-            mbs.eval(fn, batch)
+            mbs.evaluate(fn, batch, outputs="device")
         # the pieces fit, and what they are joined to does not
         budget.limit = budget.live + 700 * 2**10
         with pytest.raises(
             MicroBatchFloorError,
             match=r'no room to join the outputs on the device \(outputs="cpu" keeps them on the host\)',
         ):
-            mbs.eval(fn, batch)
+            mbs.evaluate(fn, batch, outputs="device")
     for bad in (None, "gpu"):
         with pytest.raises(UsageError, match="cpu"):
-            mbs.eval(fn, batch, to=bad)  # type: ignore[arg-type]  # the mistake
+            mbs.evaluate(fn, batch, outputs=bad)  # type: ignore[arg-type]  # the mistake
 
 
 @pytest.mark.no_oom_injection
@@ -100,10 +101,10 @@ def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves
 
     mbs = elastic(model, micro_batch_size=4, on_event=events.append)
     for _ in range(2):
-        mbs.eval(scores, batch)
+        mbs.evaluate(scores, batch)
     mbs.backward(cross_entropy(model), batch)
     before = grads(model)
     draws = True
-    mbs.eval(scores, batch)
+    mbs.evaluate(scores, batch)
     assert [event.mode for event in events if isinstance(event, OutOfMemory)] == ["step"]
     assert off_by(model, before) == 0

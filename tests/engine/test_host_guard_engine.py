@@ -73,7 +73,7 @@ def test_evaluation_is_guarded_too_also_inside_a_step(limit: Limit) -> None:
     seen: list[int] = []
 
     def loss_fn(batch: Any) -> Any:
-        inner.eval(forward, batch)
+        inner.evaluate(forward, batch)
         seen.append(limit.soft)
         return cross_entropy(model)(batch)
 

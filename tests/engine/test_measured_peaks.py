@@ -219,7 +219,7 @@ def test_a_batch_that_is_new_to_a_budget_in_each_call_is_no_part_of_what_a_piece
             model.zero_grad()
             mbs.backward(loss_fn, tuple(batches[0]))
             del batches[0]
-        predicted = next(iter(mbs.model.values())).peak(24)
+        predicted = next(iter(mbs.size_models.values())).peak(24)
         budget.reset_peak()
         for start in (0, 24):
             (loss_fn([rows[start : start + 24] for rows in batches[0]]) / 2).backward()
@@ -253,7 +253,7 @@ def test_a_call_whose_growth_waits_for_memory_asks_for_a_reading(mode: str, limi
         step: Callable[[], object] = (
             partial(mbs.backward, loss_fn, rows)
             if mode == "train"
-            else partial(mbs.eval, model, rows[0])
+            else partial(mbs.evaluate, model, rows[0])
         )
         for _ in range(20):
             step()

@@ -217,20 +217,20 @@ def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(
     third = elastic(net, micro_batch_size=4)
     calls: dict[str, Callable[[Pair], object]] = {
         "backward": lambda b: mbs.backward(cross_entropy(model), b),
-        "eval": lambda b: mbs.eval(model, b[0]),
+        "eval": lambda b: mbs.evaluate(model, b[0]),
         "verify": lambda b: mbs.verify(cross_entropy(model), batch),
         "backward of another": lambda b: other.backward(cross_entropy(model), b),
     }
 
     def loss_fn(b: Pair) -> Tensor:
         # allowed; the outer call is still the one that this thread is inside of
-        third.eval(net, b[0])
+        third.evaluate(net, b[0])
         calls[inner](b)
         raise AssertionError("it is refused")
 
     with pytest.raises(NestedCallError, match="inside"):
         if outer == "eval":
-            mbs.eval(loss_fn, batch)
+            mbs.evaluate(loss_fn, batch)
         else:
             through(1 if outer == "backward" else 3, mbs, loss_fn, batch)
     assert still_works(mbs, model)
@@ -246,10 +246,10 @@ def test_a_call_from_a_sink_in_the_middle_of_a_call_is_refused_and_leaves_it_alo
     other, optimizer, batch = mlp(seed=5), torch.optim.SGD(model.parameters(), lr=1.0), pairs()
     judge = elastic(other, micro_batch_size=2)
     calls: dict[str, Callable[[], object]] = {
-        "eval": lambda: mbs.eval(model, batch[0]),
+        "eval": lambda: mbs.evaluate(model, batch[0]),
         "backward": lambda: judge.backward(cross_entropy(other), batch),
         "step": optimizer.step,
-        "eval of another": lambda: judge.eval(other, batch[0]),
+        "eval of another": lambda: judge.evaluate(other, batch[0]),
     }
     refused = list[Exception]()
 
@@ -280,7 +280,7 @@ def test_eval_by_another_runtime_inside_a_call_is_allowed_and_recovers_by_itself
         return teacher(x)
 
     def loss_fn(b: Pair) -> Tensor:
-        return nn.functional.mse_loss(model(b[0]), judge.eval(answers, b[0]))
+        return nn.functional.mse_loss(model(b[0]), judge.evaluate(answers, b[0]))
 
     mbs = elastic(model, micro_batch_size=4)
     result = through(door, mbs, loss_fn, batch)

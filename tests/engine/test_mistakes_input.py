@@ -71,7 +71,7 @@ def test_a_loss_a_batch_or_a_count_that_makes_no_sense(
         wrong if where == "batch" else pairs(),
     )
     with pytest.raises(error, match=says):
-        mbs.eval(model, batch) if door == "eval" else through(door, mbs, loss_fn, batch)
+        mbs.evaluate(model, batch) if door == "eval" else through(door, mbs, loss_fn, batch)
     broken = False
     assert still_works(mbs, model)
 
@@ -112,7 +112,7 @@ def test_total_outside_of_a_call_and_verify_of_too_few_samples(model: nn.Module)
 def test_a_state_that_is_none_changes_nothing(
     model: nn.Module, mbs: ElasticMBS, state: Any
 ) -> None:
-    mbs.eval(model, pairs()[0])
+    mbs.evaluate(model, pairs()[0])
     before = mbs.state_dict()
     with pytest.raises(UsageError):
         mbs.load_state_dict(state)
@@ -131,7 +131,7 @@ def test_a_batch_that_carries_a_graph(model: nn.Module, door: int) -> None:
     assert running_call() is None
 
 
-@pytest.mark.parametrize("door", ["backward", "eval", "verify"])
+@pytest.mark.parametrize("door", ["backward", "evaluate", "verify"])
 def test_a_loss_or_a_batch_in_the_place_of_the_function(model: nn.Module, door: str) -> None:
     mbs, batch = elastic(model), pairs(4)
     for wrong in (cross_entropy(model)(batch), batch):

@@ -227,7 +227,7 @@ def test_a_call_of_one_piece_and_one_that_finds_gradients_add_nothing() -> None:
     assert (first.calls, again) == (1, first)
     model.zero_grad()
     assert there(mbs.backward(cross_entropy(model), batch).noise_scale).calls == 2
-    assert mbs.eval(lambda b: model(b[0]), batch).shape == (8, 4)
+    assert mbs.evaluate(lambda b: model(b[0]), batch).shape == (8, 4)
 
 
 def test_a_call_that_ends_by_an_error_adds_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The loss and the outputs of a call: of the whole batch, in its order, without a graph wherever in an object a tensor is."""
+"""Loss and outputs of a call: of the whole batch, in its order, without a graph."""
 
 import weakref
 from collections import deque
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
-from elastic_mbs import MicroBatchFloorError, Warned
-from elastic_mbs.engine.outcome import result as module
+from elastic_mbs import MicroBatchFloorError, Warned, calls
 from elastic_mbs.engine.outcome.result import StepResult, StoredOutput, map_outputs
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic
@@ -38,10 +37,8 @@ def test_the_loss_is_the_weighted_sum_of_the_pieces() -> None:
     assert found.loss is found.loss  # summed once
     assert (f"{found:.4f}", f"{found}") == ("0.7500", str(found))
     assert float(result([])) == 0.0
-    # no tensor
-    assert (
-        repr(found) == "StepResult(partition=((0, 2), (2, 3)), micro_batch_size=2, ooms=0, "
-        "replayed_samples=0, skipped=())"
+    assert repr(found) == (
+        "StepResult(loss=0.75, pieces=2, micro_batch_size=2, ooms=0, replayed_samples=0)"
     )
     mixed = StepResult(
         ((0, 1), (1, 2)),
@@ -110,7 +107,7 @@ def test_outputs_that_only_some_pieces_have_can_be_read() -> None:
 def test_outputs_that_take_much_memory_are_told_of_once(
     place: Any, much: int, told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MUCH", much)
+    monkeypatch.setattr(calls, "MUCH", much)
     model, events = nn.Linear(3, 8), list[Any]()
     mbs = elastic(model, outputs=place, micro_batch_size=3, on_event=events.append)
 
@@ -201,7 +198,7 @@ def test_a_tensor_in_any_object_loses_its_graph_and_the_original_keeps_it(
     assert get(found).tolist() == [2.0, 2.0]
 
 
-def test_objects_that_share_parts_do_so_in_the_copy_and_a_tensor_is_mapped_once() -> None:
+def test_objects_that_share_parts_share_them_in_the_copy() -> None:
     parent = SimpleNamespace(y=graph())
     parent.child = SimpleNamespace(parent=parent, y=parent.y)
     parent.ring = [parent.y]
@@ -254,7 +251,7 @@ class Chain(SimpleNamespace):
 
 
 @pytest.mark.parametrize("kind", [Single, Locked, Owner, Chain])
-def test_objects_that_cannot_be_copied_are_handed_on_and_their_neighbours_lose_their_graph(
+def test_objects_that_cannot_be_copied_are_handed_on(
     kind: Any,
 ) -> None:
     own = kind(y=graph())

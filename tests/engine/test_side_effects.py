@@ -199,8 +199,8 @@ def test_an_evaluation_that_returns_its_own_buffer_again_and_again_is_refused_or
 
     mbs = elastic(model, micro_batch_size=4)
     with pytest.raises(UsageError, match=r"output\.clone\(\)"):
-        mbs.eval(fn, x)
-    assert torch.equal(mbs.eval(fn, x, to="cpu"), model(x))
+        mbs.evaluate(fn, x, outputs="device")
+    assert torch.equal(mbs.evaluate(fn, x), model(x))
 
 
 def test_outputs_are_given_once(model: nn.Sequential) -> None:
@@ -364,7 +364,7 @@ def test_what_a_piece_did_to_buffers_stays_where_the_next_one_fails_before_its_s
     mbs, batch = elastic(model, micro_batch_size=2), torch.randn(8, 3)
 
     def call() -> None:
-        mbs.backward(lambda x: model(x).square().mean(), batch) if training else mbs.eval(
+        mbs.backward(lambda x: model(x).square().mean(), batch) if training else mbs.evaluate(
             model, batch
         )
 

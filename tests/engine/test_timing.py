@@ -27,7 +27,7 @@ from elastic_mbs import (
 from elastic_mbs.device import Accelerator
 from elastic_mbs.engine import report
 from elastic_mbs.engine.outcome import timing
-from elastic_mbs.engine.outcome.result import StepResult
+from elastic_mbs.engine.outcome.result import StepResult, loss_on_host
 from elastic_mbs.engine.outcome.timing import Stopwatch, Telemetry, Timed, known, memory_figures
 from elastic_mbs.memory import NoMeter
 from elastic_mbs.memory.monitor import Monitor
@@ -73,7 +73,7 @@ def test_without_a_sink_or_a_log_no_call_is_reported(
     monkeypatch.setattr(report, "CallDone", Mock(side_effect=AssertionError("CallDone was built")))
     with elastic(model, micro_batch_size=4) as mbs:
         mbs.backward(cross_entropy(model), pairs())
-        mbs.eval(lambda batch: model(batch[0]), pairs())
+        mbs.evaluate(lambda batch: model(batch[0]), pairs())
     with elastic(model, on_event=print, enabled=False) as mbs:
         mbs.backward(cross_entropy(model), pairs())
     # this test can fail
@@ -110,7 +110,7 @@ def test_each_call_is_reported_once_with_its_loss_and_the_sinks_hear_when_it_beg
             assert there(done.seconds) > 0
             # it has no sensor
             assert (done.free, done.held_by_others, done.total) == (None, None, None)
-        mbs.eval(lambda batch: model(batch[0]), pairs())
+        mbs.evaluate(lambda batch: model(batch[0]), pairs())
         done = heard.calls[-1]
         assert (done.mode, done.loss, done.samples, done.pieces) == ("eval", None, 8, 3)
     assert heard.closed == 1
@@ -194,7 +194,7 @@ def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(
     heard, model = Heard(), mlp()
     with elastic(model, micro_batch_size=8, on_event=heard) as mbs:
         call = (
-            partial(mbs.eval, model, pairs()[0])
+            partial(mbs.evaluate, model, pairs()[0])
             if inner == "eval"
             else partial(mbs.backward, cross_entropy(model), pairs())
         )
@@ -208,11 +208,9 @@ def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(
 
 def test_reading_the_loss_takes_no_memory_and_waits_for_nothing(model: nn.Sequential) -> None:
     assert (
-        str(StepResult(((0, 1),), 1, _losses=(torch.tensor(float("nan")),)).loss_on_host()) == "nan"
+        str(loss_on_host(StepResult(((0, 1),), 1, _losses=(torch.tensor(float("nan")),)))) == "nan"
     )
-    assert (
-        StepResult(((0, 1),), 1, _losses=(torch.zeros((), device="meta"),)).loss_on_host() is None
-    )
+    assert loss_on_host(StepResult(((0, 1),), 1, _losses=(torch.zeros((), device="meta"),))) is None
     with (
         MemoryBudget("1GiB", [model]) as budget,
         elastic(model, micro_batch_size=2, on_event=Heard()) as mbs,
@@ -220,7 +218,7 @@ def test_reading_the_loss_takes_no_memory_and_waits_for_nothing(model: nn.Sequen
         result = mbs.backward(cross_entropy(model), pairs())
         budget.reset_peak()
         rest = budget.live
-        assert result.loss_on_host() is not None
+        assert loss_on_host(result) is not None
         assert budget.peak == rest
 
 

@@ -103,7 +103,7 @@ def _contrastive(model: nn.Module, b: Pair) -> Tensor:
         ("mean", _sum, ("is a sum", "reduction='sum'")),
         ("sum", lambda model, b: cross_entropy(model)(b), ("is a mean", "reduction='mean'")),
         ("sum", _regularised, ("a part of about {:.6g} that", "once per piece")),
-        ("mean", _contrastive, ("compares samples", "contrastive", "loss=over_embeddings")),
+        ("mean", _contrastive, ("compares samples", "contrastive", "backward_embeddings")),
     ],
     ids=["sum", "mean", "regulariser", "contrastive"],
 )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, StepResult, elastic_step
+from elastic_mbs.calls import Calls
 from elastic_mbs.memory import NoSensor
 from elastic_mbs.testing import InjectOOM
 from stress.flat_options import grouped
@@ -41,6 +42,13 @@ def quiet(**options: Any) -> dict[str, Any]:
 
 def elastic(model: nn.Module, **options: Any) -> ElasticMBS:
     return ElasticMBS(model, **quiet(**options))
+
+
+def calls_of(mbs: ElasticMBS) -> Calls:
+    """The calls of a runtime that is enabled."""
+    calls = mbs._calls
+    assert isinstance(calls, Calls)
+    return calls
 
 
 def mlp(width: int = 8, seed: int = 0) -> nn.Sequential:

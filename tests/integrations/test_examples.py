@@ -1,4 +1,4 @@
-"""The example scripts in tools/examples run as they are: they train, memory runs out, and the last line tells how often."""
+"""The example scripts run as they are: they train, and tell how often memory ran out."""
 
 import re
 import runpy
@@ -30,7 +30,7 @@ def test_an_example_learns_through_out_of_memory_errors(
     assert int(errors[1]) > 0
 
 
-def test_there_is_an_example_for_each_integration_and_none_is_longer_than_60_lines() -> None:
+def test_each_integration_has_an_example_of_at_most_60_lines() -> None:
     assert {"accelerate_loop", "fabric_loop", "lightning_trainer"} <= {
         script.stem for script in SCRIPTS
     }

@@ -1,4 +1,4 @@
-"""Half precision in the Trainer, whose scaler needs a GPU: under out-of-memory errors it trains as stock does."""
+"""Half precision in the Trainer, whose scaler needs a GPU, under out-of-memory errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning: a Trainer with the callback, under out-of-memory errors, trains and logs as one without it and without limits."""
+"""A Lightning Trainer with the callback, under errors, trains and logs as one without both."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def run(case: str, fits: int = BATCH, callback: ElasticCallback | None = None) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_logs_outputs_and_steps_are_those_of_lightning_without_limits(case: str) -> None:
+def test_weights_logs_outputs_and_steps_are_lightnings_own(case: str) -> None:
     callback = ElasticCallback(**OPTIONS.get(case, {}))
     with RandomFaults(1, case, always=True) as faults:
         got = run(case, FITS, callback)
@@ -152,14 +152,14 @@ def struck(monkeypatch: pytest.MonkeyPatch, door: str, inject: InjectOOM) -> Non
     """Has operations of the calls of one door fail, and no others."""
     call = getattr(ElasticMBS, door)
 
-    def run_struck(self: ElasticMBS, *args: Any) -> Any:
+    def run_struck(self: ElasticMBS, *args: Any, **kwargs: Any) -> Any:
         with inject:
-            return call(self, *args)
+            return call(self, *args, **kwargs)
 
     monkeypatch.setattr(ElasticMBS, door, run_struck)
 
 
-@pytest.mark.parametrize("door", ["backward", "eval"])
+@pytest.mark.parametrize("door", ["backward", "evaluate"])
 def test_an_error_at_any_operation_of_a_step_changes_nothing(
     door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,8 +176,8 @@ def test_an_error_at_any_operation_of_a_step_changes_nothing(
             check_same(fit(Net(), [ElasticCallback(micro_batch_size=4)], **once).outcome(), wanted)
 
 
-def test_an_error_at_any_operation_of_a_fit_is_recovered_from_or_was_lightnings_own() -> None:
-    """Between two calls Lightning records logs, copies the loss, and steps: what of that is ours is made again."""
+def test_an_error_anywhere_in_a_fit_is_recovered_or_lightnings_own() -> None:
+    """Between two calls Lightning records logs, copies the loss, and steps."""
     once: dict[str, Any] = {
         "max_epochs": 1,
         "limit_train_batches": 2,
@@ -221,7 +221,7 @@ class Ones(LightningModule):
 
 
 @pytest.mark.parametrize("length", [True, False], ids=["length known", "length unknown"])
-def test_a_window_of_accumulation_that_ends_early_is_a_mean_over_its_batches_unlike_lightnings_own(
+def test_an_early_end_of_an_accumulation_window_gives_its_mean(
     length: bool,
 ) -> None:
     # five batches of two: a window of four, and one of one
@@ -239,7 +239,7 @@ def test_a_window_of_accumulation_that_ends_early_is_a_mean_over_its_batches_unl
     assert [stock[0].module.grads, ours[0].module.grads] == [[1.0, 0.25], [1.0, 1.0]]
 
 
-def test_under_a_budget_in_which_the_batch_does_not_fit_training_is_the_same() -> None:
+def test_under_a_budget_that_splits_the_batch_training_is_the_same() -> None:
     class Deep(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -296,7 +296,7 @@ def test_means_over_tokens_are_logged_as_the_whole_batch_would_with_count() -> N
     check_same(got.outcome(), fit(Tokens(), (), data, data).outcome())
 
 
-def test_the_epoch_of_stochastic_weight_averaging_that_has_no_backward_runs_in_pieces() -> None:
+def test_the_forward_only_epoch_of_weight_averaging_runs_in_pieces() -> None:
     class Normed(Net):
         """Its BatchNorm is read and not used, so that weights do not depend on the pieces."""
 
@@ -357,7 +357,7 @@ def test_with_manual_optimisation_the_runtime_runs_manual_backward() -> None:
     check_same(got.outcome(), fit(Manual(None), plugins=scaled(4.0)).outcome())
 
 
-def test_a_run_that_is_resumed_goes_on_as_it_would_have_and_knows_its_sizes(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_and_knows_its_sizes(tmp_path: Path) -> None:
     def elastic() -> list[Callback]:
         return [ElasticCallback()]
 
@@ -375,7 +375,7 @@ def test_a_run_that_is_resumed_goes_on_as_it_would_have_and_knows_its_sizes(tmp_
     )
 
 
-def test_validate_test_and_predict_run_in_pieces_and_give_what_the_batch_gives() -> None:
+def test_validate_test_and_predict_in_pieces_give_the_batchs_outputs() -> None:
     wanted, got = Net(), Net(FITS)
     callback = ElasticCallback()
     for stage in ("validate", "test", "predict"):
@@ -398,7 +398,7 @@ def test_switched_off_the_callback_changes_nothing() -> None:
     check_same(fit(Net(), [ElasticCallback(enabled=False)]).outcome(), fit(Net()).outcome())
 
 
-def test_a_run_that_gives_up_leaves_weights_and_metrics_and_gives_the_steps_back() -> None:
+def test_a_run_that_gives_up_leaves_no_trace() -> None:
     class NeverFits(Net):
         def on_before_backward(self, loss: Tensor) -> None:
             raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 MiB.")
@@ -419,7 +419,7 @@ def untouched(made: Trainer) -> None:
     assert not any(name.endswith("_step") for name in vars(made.strategy))
 
 
-def test_steps_are_replaced_while_a_run_with_the_callback_lasts_and_nowhere_else() -> None:
+def test_steps_are_replaced_while_a_run_lasts_and_nowhere_else() -> None:
     assert {point.group for point in distribution("elastic-mbs").entry_points} == {
         "console_scripts"
     }

@@ -1,4 +1,4 @@
-"""The diffs of docs/trainers.md: both sides train the same, the new one with out-of-memory errors."""
+"""The diffs of docs/trainers.md train the same on both sides, the new one under errors."""
 
 import re
 from functools import partial
@@ -33,7 +33,7 @@ def criterion(fits: int, output: Tensor, target: Tensor) -> Tensor:
 
 
 def world(fits: int) -> dict[str, Any]:
-    """The names that the page takes for granted; a loss over more than `fits` samples runs out of memory."""
+    """The page's names; a loss over more than `fits` samples runs out of memory."""
     model: nn.Module = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

@@ -1,4 +1,4 @@
-"""What a Trainer with the runtime in it refuses, each by one clear error that names the way out; and the private names that it relies on."""
+"""Refusals of a Trainer with the runtime, each an error that names the way out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny(**config: Any) -> Any:
 
 
 def rows(tokens: Callable[[int], int]) -> list[dict[str, Tensor]]:
-    """With as many labels as `tokens` says, of classes that are more often what an untrained model thinks in the longer ones."""
+    """`tokens` labels; in longer rows more of them are what an untrained model thinks."""
     found = []
     for i in range(8):
         ids = torch.arange(10) * (i + 3) % 40
@@ -99,13 +99,13 @@ def test_of_trl_only_sft_is_taken(name: str) -> None:
         elastic_trainer(getattr(trl, name))
 
 
-def test_a_trainer_of_sentence_transformers_is_sent_to_the_loss_over_embeddings() -> None:
+def test_sentence_transformers_are_sent_to_backward_embeddings() -> None:
     foreign = type(
         "SentenceTransformerTrainer", (Trainer,), {"__module__": "sentence_transformers.trainer"}
     )
     with pytest.raises(
         UnsupportedError,
-        match=r"compare the samples .* mbs\.backward\(embed_fn, batch, loss=over_embeddings\)",
+        match=r"compare the samples .* mbs\.backward_embeddings\(embed_fn, loss_fn, batch\)",
     ):
         type("Mine", (ElasticTrainerMixin, foreign), {})
 
@@ -196,9 +196,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_pieces_would_not_train_right_is_refused_before_the_first_step(
-    what: str, tmp_path: Any
-) -> None:
+def test_trainers_that_pieces_would_train_wrongly_are_refused(what: str, tmp_path: Any) -> None:
     change, error, way_out = REFUSED[what]
     made = make(tmp_path, elastic={"optimizer_step": what == "scaler"})
     made.args.__class__ = Args
@@ -239,9 +237,9 @@ def test_an_optimizer_that_steps_inside_backward_is_refused(tmp_path: Any) -> No
     [
         (
             {"mirco_batch_size": 4},
-            "elastic= has no option 'mirco_batch_size'; there are micro_batch_size, count",
+            "elastic= has no option 'mirco_batch_size': did you mean micro_batch_size=…",
         ),
-        ({"scaler": None}, "elastic= has no option 'scaler'"),
+        ({"scaler": None}, "elastic= sets scaler= by itself: leave it out"),
         ({"optimizer_step": "yes"}, "'optimizer_step': 'yes'} is neither True nor False"),
         (
             {"count": {"a": len}},
@@ -262,7 +260,7 @@ def test_options_that_are_no_dict_are_named() -> None:
         ELASTIC(model=tiny(), elastic=True)
 
 
-# ---------------------------------------------------------------------- losses that are no mean over labels
+# ---------------------------------------------------------------------- other losses
 
 
 def by_sample(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -278,7 +276,7 @@ def contrastive(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
     return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
-def test_a_loss_that_is_weighed_otherwise_is_found_out_and_the_count_mends_it(
+def test_a_loss_that_is_weighed_otherwise_is_found_and_mended_by_count(
     tmp_path: Any,
 ) -> None:
     with pytest.raises(
@@ -299,7 +297,7 @@ def test_a_loss_that_compares_samples_is_refused_unless_that_is_meant(tmp_path: 
     make(tmp_path, loss=contrastive, elastic={"verify": False, "micro_batch_size": 4}).train()
 
 
-def test_a_batch_that_hides_what_is_wrong_is_not_the_last_one_that_is_looked_at(
+def test_a_batch_that_hides_a_mistake_is_not_the_last_one_compared(
     tmp_path: Any,
 ) -> None:
     """Class weights mean nothing in samples of one class."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from elastic_mbs import ElasticMBS, MisuseError, OptimizerStepError, StepInsideError, Warned
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.guarded import IMPLEMENTATIONS, World, same
-from tests.helpers.steps import elastic
+from tests.helpers.steps import calls_of, elastic
 from tests.helpers.strikes import Everywhere, until_clean
 
 
@@ -202,4 +202,4 @@ def test_outside_of_the_block_no_optimizer_is_watched() -> None:
         pass
     with InjectOOM(at=[2]), pytest.raises(torch.OutOfMemoryError):
         world.optimizer.step()
-    assert world.mbs._steps.begun is None
+    assert calls_of(world.mbs)._steps.begun is None

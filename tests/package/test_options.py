@@ -8,9 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_mbs import ElasticMBS, Policy
+from elastic_mbs import (
+    ElasticMBS,
+    GradientOptions,
+    MemoryOptions,
+    Policy,
+    RecoveryOptions,
+    elastic_step,
+)
 from elastic_mbs.errors import UsageError
-from elastic_mbs.options import Settings
+from elastic_mbs.options import GROUPS, Options, Settings, check_names
 from stress.flat_options import grouped
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -148,3 +155,68 @@ def test_sizes_are_accepted_exactly_when_they_are_ordered(
         assert not sensible
     else:
         assert sensible
+
+
+@pytest.mark.parametrize("door", [ElasticMBS, elastic_step])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"wait_for_memory": 5},
+            "'wait_for_memory': it belongs to MemoryOptions: "
+            "memory=MemoryOptions(wait_for_memory=5)",
+        ),
+        (
+            {"min_micro_batch_size": 2},
+            "it belongs to Policy: policy=Policy(min_micro_batch_size=2)",
+        ),
+        (
+            {"accumulate_dtype": torch.float32},
+            "gradients=GradientOptions(accumulate_dtype=…)",
+        ),
+        ({"generators": []}, "recovery=RecoveryOptions(generators=…)"),
+        ({"micro_batchsize": 4}, "no option 'micro_batchsize': did you mean micro_batch_size=…"),
+        ({"wait_memory": 4}, "did you mean memory=MemoryOptions(wait_for_memory=…)"),
+        ({"zzz": 4}, "no option 'zzz': there are micro_batch_size, count, reduction"),
+    ],
+)
+def test_an_option_in_the_wrong_place_is_told_its_own(
+    door: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        door(nn.Linear(1, 1), **options)
+    assert str(caught.value).startswith(f"{door.__name__} has no option")
+    assert message in str(caught.value)
+
+
+def test_every_option_is_documented_and_every_group_named() -> None:
+    text = ElasticMBS.__doc__ or ""
+    assert all(f"        {name}: " in text for name in Options.__annotations__)
+    assert set(GROUPS) <= set(Options.__annotations__)
+
+
+def test_options_that_are_taken_and_other_things_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"^fit sets scaler= by itself: leave it out"):
+        check_names("fit", {"scaler": None}, taken=("scaler",))
+    with pytest.raises(UsageError, match="True is no dict of options"):
+        check_names("fit", True)
+    check_names("fit", {"mine": 1, "name": "a"}, own=("mine",))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GradientOptions(),
+        GradientOptions(noise_scale=50),
+        RecoveryOptions(replay="isolate", escalate=("offload",)),
+        MemoryOptions(device=None, wait_for_memory=5.0),
+    ],
+)
+def test_options_show_what_was_given(options: Any) -> None:
+    assert eval(repr(options)) == options
+    assert repr(MemoryOptions(prefetch=False)) == "MemoryOptions(prefetch=False)"
+
+
+def test_none_stands_for_a_groups_default() -> None:
+    everything: Options = {"policy": None, "memory": None, "name": None}
+    assert Settings.of(everything) == Settings()

@@ -191,3 +191,16 @@ def test_a_loop_written_out_starts_at_the_planned_size_under_the_name_of_the_fun
             with micro:
                 micro.backward(loss_fn(micro.data))
     assert there(mbs.last_result).partition == ((0, 6), (6, 12))
+
+
+def test_a_plan_that_is_not_applied_changes_no_size() -> None:
+    model, loss_fn, batch = gpt(12)
+    with MemoryBudget(2**40, track=[model, *batch]):
+        mbs = ElasticMBS(model, **grouped(AT_ONCE))
+        before = mbs.state_dict()
+        report = mbs.plan(loss_fn, batch, apply=False)
+        budget = int(there(report.sizes[1].peak) / 0.95) + 1
+        assert mbs.plan(loss_fn, batch, budget=budget, apply=False).largest == 6
+        assert mbs.state_dict() == before
+        assert mbs.size_models == {}
+        assert mbs.backward(loss_fn, batch).partition == ((0, 12),)

@@ -124,7 +124,7 @@ def test_the_fastest_is_known_where_one_way_alone_fits_or_nothing_is_split_and_e
     assert report.fastest == min(seconds, key=lambda name: seconds[name])
     assert 1 < there(report.ways[2].work) < 1.34
     assert report.sizes[1].seconds == pytest.approx(
-        there(mbs.model[next(iter(mbs.model))].seconds(32)) * 2
+        there(mbs.size_models[next(iter(mbs.size_models))].seconds(32)) * 2
     )
     assert f"fastest: {report.fastest}" in str(report)
 

@@ -1,4 +1,4 @@
-"""The promises for `backward(embed_fn, batch, loss=over_embeddings)`: a loss that compares samples, of the whole batch."""
+"""The promises for `backward_embeddings(embed_fn, loss_fn, batch)`: a loss that compares samples, of the whole batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_gradient_is_the_whole_batchs_whatever_fails(
     wanted = case.by_hand(x)
     mbs = elastic(case.model, micro_batch_size=size, replay=replay)
     if warm:
-        mbs.backward(case.embed, x, loss=case.over)
+        mbs.backward_embeddings(case.embed, case.over, x)
         case.zero()
     start: list[Tensor | None] = [
         torch.full_like(leaf, 3.0) if full else None for leaf in case.leaves
@@ -52,7 +52,7 @@ def test_the_gradient_is_the_whole_batchs_whatever_fails(
         leaf.grad = None if grad is None else grad.clone()
     try:
         with InjectOOM(at=at) as inject:
-            result = mbs.backward(case.embed, x, loss=case.over)
+            result = mbs.backward_embeddings(case.embed, case.over, x)
     except MicroBatchFloorError:
         assert len(inject.hits) > 1, "one failure can always be recovered from"
         assert off_by(case.leaves, start) == 0
@@ -91,12 +91,12 @@ def test_a_failure_at_any_operation_of_both_passes_and_the_loss_is_recovered_fro
         )
         mbs = elastic(case.model, micro_batch_size=4)
         if warm:
-            mbs.backward(case.embed, x, loss=case.over)
+            mbs.backward_embeddings(case.embed, case.over, x)
         case.zero()
         buffers = [buffer.clone() for buffer in case.model.buffers()]
         torch.manual_seed(7)
         with InjectOOM(at=[at]) as inject:
-            result = mbs.backward(case.embed, x, loss=case.over)
+            result = mbs.backward_embeddings(case.embed, case.over, x)
         hit, end, after = (
             bool(inject.hits),
             Streams.now(),
@@ -120,9 +120,9 @@ def test_a_failure_at_any_operation_of_both_passes_and_the_loss_is_recovered_fro
 def test_a_second_pass_whose_samples_are_independent_is_split_where_it_fails() -> None:
     case, x = Contrast(), samples(8)
     mbs, embed = elastic(case.model, micro_batch_size=4), case.embed_failing(FailOn(4 + 3))
-    mbs.backward(embed, x, loss=case.over)
+    mbs.backward_embeddings(embed, case.over, x)
     case.zero()
-    result = mbs.backward(embed, x, loss=case.over)
+    result = mbs.backward_embeddings(embed, case.over, x)
     assert case.sizes == [4, 4, -8, 4, 2, 2, 2, 2]
     assert (result.partition, result.ooms, result.replayed_samples) == (
         ((0, 2), (2, 4), (4, 6), (6, 8)),
@@ -138,15 +138,15 @@ def test_a_second_pass_whose_masks_would_be_others_starts_both_again(
 ) -> None:
     case, x = Contrast(*options.pop("layers", ())), samples(8)
     mbs = elastic(case.model, micro_batch_size=4, **options)
-    mbs.backward(case.embed, x, loss=case.over)
+    mbs.backward_embeddings(case.embed, case.over, x)
     case.zero()
-    result = mbs.backward(case.embed_failing(FailOn(4)), x, loss=case.over)
+    result = mbs.backward_embeddings(case.embed_failing(FailOn(4)), case.over, x)
     assert case.sizes == [4, 4, -8, 4, 4, 2, 2, 2, 2, -8, 2, 2, 2, 2]
     assert (result.ooms, result.replayed_samples) == (1, 16)
     case.zero()
     mbs = elastic(case.model, micro_batch_size=4, **options)
     # the first pass, whose pieces would be of two sizes
-    result = mbs.backward(case.embed_failing(FailOn(2)), x, loss=case.over)
+    result = mbs.backward_embeddings(case.embed_failing(FailOn(2)), case.over, x)
     assert case.sizes == [4, 4, 2, 2, 2, 2, 2, 2, -8, 2, 2, 2, 2]
     assert (result.ooms, result.replayed_samples) == (1, 12)
 
@@ -160,7 +160,9 @@ def test_a_loss_that_draws_random_numbers_draws_after_the_embeddings() -> None:
     while hit:  # memory runs out after the loss has drawn, too
         torch.manual_seed(3)
         with InjectOOM(at=[at]) as inject:
-            result = elastic(case.model, micro_batch_size=3).backward(case.embed, x, loss=case.over)
+            result = elastic(case.model, micro_batch_size=3).backward_embeddings(
+                case.embed, case.over, x
+            )
         drawn = torch.rand(1)
         torch.manual_seed(3)
         assert off_by(case.leaves, case.by_hand(x, result.partition)) <= EXACT
@@ -190,8 +192,8 @@ def test_several_embedders_with_labels_beside_them(size: int) -> None:
     wanted = grads(leaves)
     for leaf in leaves:
         leaf.grad = None
-    result = ElasticMBS([picture, text], micro_batch_size=size, **quiet()).backward(
-        embed, batch, loss=over
+    result = ElasticMBS([picture, text], micro_batch_size=size, **quiet()).backward_embeddings(
+        embed, over, batch
     )
     assert off_by(leaves, wanted) <= EXACT
     assert float(result) == pytest.approx(over(embed(batch)).item(), rel=EXACT)
@@ -217,9 +219,9 @@ def test_padded_texts_in_pieces_by_length() -> None:
     over(embed(batch)).backward()
     wanted = grads(model)
     model.zero_grad()
-    result = elastic(model, micro_batch_size=2, pieces="by_length", length="mask").backward(
-        embed, batch, loss=over
-    )
+    result = elastic(
+        model, micro_batch_size=2, pieces="by_length", length="mask"
+    ).backward_embeddings(embed, over, batch)
     assert len(result.partition) > 1
     assert off_by(model, wanted) <= EXACT
 
@@ -230,7 +232,7 @@ def test_on_a_device_the_gradient_is_the_whole_batchs(device: torch.device) -> N
     case.temperature = case.temperature.detach().to(device).requires_grad_()
     mbs = elastic(case.model, micro_batch_size=3)
     torch.manual_seed(2)
-    result = mbs.backward(case.embed, x, loss=case.over)
+    result = mbs.backward_embeddings(case.embed, case.over, x)
     torch.manual_seed(2)
     assert off_by(case.leaves, case.by_hand(x.to(device), result.partition)) <= EXACT
 
@@ -272,7 +274,7 @@ def test_an_error_anywhere_leaves_everything_as_it_was(
     events: list[Event] = []
     mbs = elastic(case.model, micro_batch_size=4, min_micro_batch_size=4, on_event=events.append)
     if full:
-        mbs.backward(case.embed, x, loss=case.over)
+        mbs.backward_embeddings(case.embed, case.over, x)
     before, objects = grads(case.leaves), [leaf.grad for leaf in case.leaves]
     buffers, streams = [buffer.clone() for buffer in case.model.buffers()], Streams.now()
     embed, over = failing(at, error, case)
@@ -287,7 +289,7 @@ def test_an_error_anywhere_leaves_everything_as_it_was(
     with pytest.raises(
         MicroBatchFloorError if isinstance(error, torch.OutOfMemoryError) else type(error)
     ) as caught:
-        mbs.backward(embed, x, loss=over)
+        mbs.backward_embeddings(embed, over, x)
     assert off_by(case.leaves, before) == 0
     assert all(leaf.grad is grad for leaf, grad in zip(case.leaves, objects, strict=True))
     assert "zero_grad" not in "".join(getattr(caught.value, "__notes__", ()))
@@ -295,7 +297,7 @@ def test_an_error_anywhere_leaves_everything_as_it_was(
     assert Streams.now().same(streams)
     assert sum(isinstance(event, CallFailed) for event in events) == 1
     case.zero()
-    result = mbs.backward(case.embed, x, loss=case.over)
+    result = mbs.backward_embeddings(case.embed, case.over, x)
     assert result.partition == ((0, 4), (4, 8)), "the next call is as any other"
 
 
@@ -320,7 +322,7 @@ def test_no_embedding_stays_alive_after_the_call(ends: str) -> None:
 
     mbs = elastic(case.model, micro_batch_size=3)
     try:
-        mbs.backward(embed, x, loss=over)
+        mbs.backward_embeddings(embed, over, x)
     except ValueError:
         assert ends != "clean"
     gc.collect()
@@ -337,7 +339,7 @@ def test_a_view_of_all_states_does_not_keep_them() -> None:
         kept.append(z.untyped_storage().nbytes())
         return (z @ z.T).mean()
 
-    elastic(model, micro_batch_size=8).backward(
-        lambda b: model(b[:, None].expand(-1, 50, -1))[:, 0], samples(8), loss=over
+    elastic(model, micro_batch_size=8).backward_embeddings(
+        lambda b: model(b[:, None].expand(-1, 50, -1))[:, 0], over, samples(8)
     )
     assert kept == [8 * 4 * 8]

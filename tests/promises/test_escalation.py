@@ -190,7 +190,7 @@ def test_an_evaluation_is_not_escalated_and_what_was_tried_is_named() -> None:
     events: list[Event] = []
     mbs = elastic(model, escalate=("checkpoint", "offload"), on_event=events.append)
     with InjectOOM(always_from=2), pytest.raises(MicroBatchFloorError, match="does not fit\\. "):
-        mbs.eval(lambda piece: model(piece[0]), batch)
+        mbs.evaluate(lambda piece: model(piece[0]), batch)
     assert not ways_of(events)
     with (
         InjectOOM(always_from=20),
@@ -353,7 +353,8 @@ def test_a_gradient_penalty_goes_through_checkpointed_blocks() -> None:
         piece = piece.clone().requires_grad_()
         out: Tensor = model(piece)
         (slope,) = torch.autograd.grad(out.sum(), piece, create_graph=True)
-        return out.square().mean() + (slope.norm(dim=-1) - 1).square().mean()
+        penalty: Tensor = (slope.norm(dim=-1) - 1).square().mean()
+        return out.square().mean() + penalty
 
     def loss_fn(piece: Tensor) -> Tensor:
         if not ways_of(ready):

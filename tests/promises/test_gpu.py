@@ -105,8 +105,8 @@ def test_evaluation_survives_too(device: torch.device) -> None:
         expected = model(batch[0])
         room.allow(need // 2)
         events: list[Event] = []
-        outputs = elastic(model, micro_batch_size=len(batch[1]), on_event=events.append).eval(
-            lambda piece: model(piece[0]), batch
+        outputs = elastic(model, micro_batch_size=len(batch[1]), on_event=events.append).evaluate(
+            lambda piece: model(piece[0]), batch, outputs="device"
         )
         assert events
         # a sum of 16384 terms, some of which come to next to nothing: in another order it differs

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import ElasticMBS, Event, MemoryBudget, MemoryOptions, MicroBatch, OutOfMemory
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import Pair, cross_entropy, elastic, loop, mlp, pairs
+from tests.helpers.steps import Pair, calls_of, cross_entropy, elastic, loop, mlp, pairs
 
 DOORS = [1, 3]
 
@@ -127,7 +127,7 @@ def test_memory_is_back_at_rest_when_a_failure_is_announced_door_1(name: str, ou
             outputs="cpu" if outputs == "cpu" else "device",
         )
         total = _operations(lambda: mbs.backward(loss_fn, batch))
-        mbs.last_result = None
+        calls_of(mbs).last_result = None
         for n in range(1, total + 1, 3):
             # its gradient may be there, where it has one
             watch.rest = _rest(model, batch, budget) + _nbytes(batch[0])
@@ -167,12 +167,12 @@ def test_memory_is_back_at_rest_when_a_failure_is_announced_door_2() -> None:
             return loss, hidden
 
         total = _operations(lambda: step(batch))
-        step.mbs.last_result = None
+        calls_of(step.mbs).last_result = None
         for n in range(1, total + 1, 5):
             watch.rest = _rest(model, batch, budget)
             with InjectOOM(at=[n]):
                 step(batch)
-            step.mbs.last_result = None
+            calls_of(step.mbs).last_result = None
         assert watch.seen >= total // 5
         assert watch.worst <= SLACK, f"{watch.worst} bytes of the failed attempt were alive"
 
@@ -303,7 +303,7 @@ def _eval(mbs: ElasticMBS, model: nn.Module, batch: Pair) -> None:
         hidden = torch.tanh(b[0] * 2)
         return hidden.sum(1)
 
-    mbs.eval(fn, batch)
+    mbs.evaluate(fn, batch)
 
 
 def _faults(door: Callable[..., None]) -> Iterator[int]:
@@ -339,7 +339,7 @@ def test_after_200_recovered_failures_memory_is_what_it_was_after_the_first(
                 live.append(budget.live)
                 objects.append(len(gc.get_objects()))
             if i % 50 == 49:
-                mbs.last_result = None
+                calls_of(mbs).last_result = None
                 assert not any(mark() is not None for mark in model.marks), (
                     "a graph of a failed attempt, or of a finished one, is alive"
                 )

@@ -26,6 +26,7 @@ from elastic_mbs.memory import MemoryBudget
 from tests.helpers.steps import (
     FailOn,
     Pair,
+    calls_of,
     cross_entropy,
     elastic,
     failing,
@@ -160,7 +161,8 @@ def test_an_error_passes_through_as_the_same_object_and_state_goes_back(
             assert "zero_grad()" not in notes
         raised.__notes__ = []
         raised.__traceback__ = raised.__context__ = raised.__cause__ = None
-        assert mbs._call is None or mbs._call.finished
+        call = calls_of(mbs).current
+        assert call is None or call.finished
         model.zero_grad()
         clean = mbs.backward(_step(model, FailOn(), where), batch)
         assert clean.ooms == 0
@@ -405,11 +407,11 @@ def test_eval_passes_errors_through_and_puts_state_back() -> None:
         return out
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        mbs.eval(fn, batch)
+        mbs.evaluate(fn, batch)
     assert caught.value is raised
     assert _same(_state(model), state)
     assert grads(model) == [None] * 6
-    assert mbs.eval(fn, batch).shape == (8, 4)
+    assert mbs.evaluate(fn, batch).shape == (8, 4)
 
 
 def test_where_autograd_refuses_to_run_the_batch_is_put_back_all_the_same(

@@ -156,7 +156,7 @@ def test_sizes_are_multiples_of_every_group_and_of_align(
     groups: tuple[int, ...], align: int, expected: int
 ) -> None:
     model = ghosts(*groups).append(nn.Linear(2, 1))  # type: ignore[operator]
-    limits = ElasticMBS(model, policy=Policy(align=align)).settings.limits
+    limits = ElasticMBS(model, policy=Policy(align=align))._resources.settings.limits
     assert (limits.align, limits.minimum) == (expected, 1)
 
 

@@ -171,7 +171,7 @@ def test_buffers_are_those_of_the_committed_pieces_wherever_memory_runs_out(call
             elastic(model, micro_batch_size=4, min_micro_batch_size=2),
             cross_entropy(model),
         )
-        mbs.eval(model.eval(), batch[0])  # what changes in training mode was not seen in it
+        mbs.evaluate(model.eval(), batch[0])  # what changes in training mode was not seen in it
         model.train()
         for _ in range(calls - 1):
             mbs.backward(loss_fn, batch)

@@ -223,7 +223,7 @@ def test_an_evaluation_survives_an_error_below_the_allocator_wherever_it_strikes
     for after in range(60):
         with elastic(model, micro_batch_size=8) as mbs:
             simulation.fail_operation(error, after=after)
-            outputs = mbs.eval(lambda piece: model(piece[0]), batch)
+            outputs = mbs.evaluate(lambda piece: model(piece[0]), batch, outputs="device")
             simulation.fail_operation(0)
             assert torch.allclose(outputs, expected, rtol=1e-12, atol=0)
             if not mbs.stats.ooms:

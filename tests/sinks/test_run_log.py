@@ -283,7 +283,7 @@ def test_a_run_through_failures_is_logged_in_full(path: Path) -> None:
         loss = float(result)
         model.zero_grad()
         budget.limit = "1GiB"
-        mbs.eval(model, batch)
+        mbs.evaluate(model, batch)
     assert result.ooms > 0
     (run,) = read_log(path)
     assert [entry.event for entry in run.entries] == heard

@@ -126,7 +126,10 @@ def test_a_file_imports_its_neighbours_plainly_and_relatively_and_another_of_its
             returning(more=", lambda p: torch.optim.SGD(p, lr=-1)"),
             "its optimizer does not run: ValueError: Invalid learning rate",
         ),
-        (returning(more=", {'cuont': 3}"), "its options do not suit ElasticMBS: TypeError"),
+        (
+            returning(more=", {'cuont': 3}"),
+            "ElasticMBS has no option 'cuont': did you mean count=…",
+        ),
         (returning(loss="lambda x, y: 0"), "its step fails on its first batch: TypeError: "),
         (
             returning(loss="lambda b: None"),
@@ -329,10 +332,10 @@ def test_an_evaluation_is_compared_whatever_the_model_gives(
     mine = write(returning(model, "lambda b: F.cross_entropy(m(b[0]).t(), b[1])"))
     plain = perform_one("eval_between", mine, 18)
     assert (plain.verdict, plain.differences.whole_loss is None) == ("ok", False)
-    evaluate = ElasticMBS.eval
+    evaluate = ElasticMBS.evaluate
     monkeypatch.setattr(
         ElasticMBS,
-        "eval",
+        "evaluate",
         lambda self, fn, batch: evaluate(
             self, lambda piece: fn([part.flip(0)[1:] for part in piece]), batch
         ),

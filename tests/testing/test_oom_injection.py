@@ -138,7 +138,7 @@ def test_evaluation_and_the_optimizers_step_are_hit_and_survive_it_but_never_a_u
             torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
         )
         with RandomFaults(seed, "eval", always=True) as faults:
-            outputs = mbs.eval(lambda b, model=model: model(b[0]), batch)
+            outputs = mbs.evaluate(partial(lambda net, b: net(b[0]), model), batch)
         hits |= {hit.split(",")[0] for hit in faults.hits}
         assert torch.allclose(outputs, model(batch[0]), rtol=1e-12, atol=1e-12)
     assert steps >= 5
@@ -231,7 +231,7 @@ def test_a_call_inside_a_call_is_hit_and_both_are_survived() -> None:
             other: nn.Module = other,
             model: nn.Module = model,
         ) -> Tensor:
-            weight = inner.eval(lambda part: other(part[0]), b).square().mean(1)
+            weight = inner.evaluate(lambda part: other(part[0]), b).square().mean(1)
             return weighted(model, b, weight)
 
         with RandomFaults(seed, "test", always=True) as faults:

@@ -57,7 +57,7 @@ def main() -> None:
                 mbs.optimizer_step(optimizer)  # or optimizer.step()
                 optimizer.zero_grad()
                 losses.append(float(result))
-        accuracy = float((mbs.eval(model, test_images).argmax(1) == test_labels).float().mean())
+        accuracy = float((mbs.evaluate(model, test_images).argmax(1) == test_labels).float().mean())
     print(
         f"loss {losses[0]:.2f} → {losses[-1]:.2f}, accuracy {accuracy:.2f}, in {BUDGET} with "
         f"batches of {BATCH}"

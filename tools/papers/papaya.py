@@ -218,7 +218,12 @@ def subject(make: Callable[[int], Workload], start: int, rounds: int) -> Subject
         times.add(size, measured[size][0])
     gamma, delta = times.coefficients() or (0.0, 0.0)
     found = predicted(
-        report, measured, start, gamma, delta, elements := next(iter(mbs.model.values())).elements
+        report,
+        measured,
+        start,
+        gamma,
+        delta,
+        elements := next(iter(mbs.size_models.values())).elements,
     )
     held_out = [each for each in found if each.size not in calibrated]
     slope = (measured[2 * start][1] - measured[start][1]) / start

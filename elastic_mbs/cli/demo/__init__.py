@@ -1,7 +1,8 @@
-"""The demo: a small GPT on real text, in less memory than its batch needs, together with a co-tenant that comes and goes.
+"""The demo: a small GPT on real text, in less memory than its batch needs.
 
-It is trained twice, the second time without limits and without this package, and both loss curves
-are compared. `elastic_mbs/cli/demo/run.py` holds the training loop.
+A co-tenant comes and goes. The GPT is trained twice, the second time without limits and without
+this package, and both loss curves are compared. `elastic_mbs/cli/demo/run.py` holds the training
+loop.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from elastic_mbs.sinks.run_log import checked_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    _add_output(parser)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=36, help="optimizer steps, at least 4 (default: %(default)s)"
     )
@@ -47,6 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file or a folder to train on (default: the source of Python's standard library)",
     )
     parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto is CUDA where there is one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32"),
+        default="float64",
+        help="float64 shows that all that differs is rounding (default: %(default)s)",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="HTML",
@@ -62,22 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-page", action="store_true", help="write no page, and a run log only with --log"
     )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto is CUDA where there is one (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float64", "float32"),
-        default="float64",
-        help="float64 shows that all that differs is rounding (default: %(default)s)",
-    )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the demo; the exit code is 0 when the runs are equal within rounding, 1 when they are not or when no out-of-memory error happened."""
+    """Run the demo.
+
+    Returns:
+        The exit code: 0 when the runs are equal within rounding, 1 when they are not or when no
+        out-of-memory error happened.
+    """
     options = _options(arguments)
     if options.device.type == "cpu":
         # Pieces this small gain little from more threads, and threads that wait for each other at

@@ -26,7 +26,7 @@ CUDA_MODEL = GPTConfig(context=255, width=128, heads=4, layers=4)
 
 
 class Rounding(NamedTuple):
-    """Largest relative difference between the runs that counts as rounding: of the loss in any step, and of the weights at the end."""
+    """Largest relative differences of the losses and the final weights that count as rounding."""
 
     loss: float
     weight: float
@@ -45,7 +45,7 @@ ROUNDING = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to run."""
+    """Options of the demo."""
 
     steps: int
     seed: int  # of the weights and of the choice of text
@@ -59,7 +59,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """What both runs start from."""
+    """Start of both runs: model, documents, needs, device."""
 
     options: Options
     model: GPT
@@ -70,7 +70,10 @@ class Setting:
 
 
 class Notes:
-    """What happened in a run of so many steps, with `budget` bytes for it and its co-tenant, printed as it goes."""
+    """Record of a run of `steps` steps that is printed as it grows.
+
+    The run and its co-tenant have `budget` bytes together.
+    """
 
     def __init__(self, steps: int, budget: int) -> None:
         self.results: list[StepResult] = []
@@ -79,7 +82,7 @@ class Notes:
         self._expected, self._budget = steps, budget
 
     def steps_of(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches; a step is over when the next batch is asked for, and its result is there by then."""
+        """Yield the batches; a step is over when the next batch is asked for."""
         for batch in batches:
             began = time.perf_counter()
             yield batch
@@ -130,7 +133,7 @@ class Outcome:
 
     @property
     def equal(self) -> bool:
-        """Whether the runs differ by no more than rounding; false where anything is not a number."""
+        """True if the runs differ by rounding only; False where a figure is not a number."""
         return (
             all(difference <= self.rounding.loss for difference in self.differences)
             and self.weight <= self.rounding.weight
@@ -143,7 +146,7 @@ class Outcome:
 
 
 def prepare(options: Options) -> Setting:
-    """Reads the text, makes the model, and measures what it needs."""
+    """Read the text, make the model, and measure its needs."""
     config = CUDA_MODEL if options.device.type == "cuda" else CPU_MODEL
     documents = read_documents(
         options.text,
@@ -168,7 +171,10 @@ def prepare(options: Options) -> Setting:
 
 
 def measure(model: nn.Module, batch: Batch, device: torch.device) -> int:
-    """Bytes that a step on `batch` needs, by the allocator's account on CUDA, and on a CPU by that of a budget which is never reached."""
+    """Return the bytes that a step on `batch` needs.
+
+    The allocator counts them on CUDA, a budget that is never reached on a CPU.
+    """
     model = copy.deepcopy(model).to(device)
     batch = {key: tensor.to(device) for key, tensor in batch.items()}
     with MemoryBudget("1000TiB", [model]) as budget:
@@ -184,7 +190,7 @@ def measure(model: nn.Module, batch: Batch, device: torch.device) -> int:
 
 
 def run_both(setting: Setting, notes: Notes) -> Outcome:
-    """Both runs, one after the other, from the same weights and on the same batches."""
+    """Run both, one after the other, from the same weights and on the same batches."""
     options = setting.options
     model = copy.deepcopy(setting.model).to(options.device)
     moves = write_script(options.steps, setting.budget, floor=round(1.25 * setting.one))

@@ -1,4 +1,4 @@
-"""What the demo prints before and after the runs, and its page."""
+"""The text of the demo before and after the runs, and its page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = 12  # of the table
 
 
 def introduction(setting: Setting) -> str:
-    """What is about to happen."""
+    """Return the introduction: model, batch, memory, co-tenant."""
     options = setting.options
     text, dtype = (
         options.text or "Python's standard library",
@@ -42,7 +42,7 @@ def introduction(setting: Setting) -> str:
 
 
 def table(outcome: Outcome) -> str:
-    """Both loss curves side by side, at most about a dozen rows of them."""
+    """Return both loss curves side by side, in about a dozen rows at most."""
     results, differences = outcome.notes.results, outcome.differences
     shown = sorted({*range(0, len(results), -(-len(results) // ROWS)), len(results) - 1})
     rows = (
@@ -56,7 +56,7 @@ def table(outcome: Outcome) -> str:
 
 
 def summary(outcome: Outcome, setting: Setting) -> dict[str, str]:
-    """What the run survived, and what that cost, by name."""
+    """Return what the run survived and its cost, as figures by name."""
     options, rounding, notes = setting.options, outcome.rounding, outcome.notes
     failures = Counter(event.phase for event in notes.events if isinstance(event, OutOfMemory))
     phases = ", ".join(f"{count} in {phase}" for phase, count in sorted(failures.items())) or "none"
@@ -86,16 +86,23 @@ def summary(outcome: Outcome, setting: Setting) -> dict[str, str]:
 
 
 def verdict(outcome: Outcome) -> str:
-    """The last line."""
+    """Return the last line."""
     if not outcome.equal:
         return "DIFFERENT: the runs differ by more than rounding."
     if not outcome.ooms:
-        return "NOTHING SHOWN: no out-of-memory error happened. Give a smaller --budget, or a larger --batch."
+        return (
+            "NOTHING SHOWN: no out-of-memory error happened. Give a smaller --budget, or a larger "
+            "--batch."
+        )
     return "EQUAL within rounding: the run that kept running out of memory trained the same model."
 
 
 def page(outcome: Outcome, rows: Mapping[str, str], log: Path) -> str:
-    """The report of the last run of the log, with the co-tenant's moves, the losses of the run without limits and the figures of the summary."""
+    """Return the report of the log's last run as a page.
+
+    It has the co-tenant's moves, the losses of the run without limits, and the figures of the
+    summary.
+    """
     run = read_log(log)[-1]
     data = read_run(run)
     began = float(run.header["time"])

@@ -1,4 +1,8 @@
-"""A small GPT: pre-norm blocks, causal attention by scaled_dot_product_attention, output layer tied to the embedding."""
+"""A small GPT.
+
+It has pre-norm blocks, causal attention by scaled_dot_product_attention, and an output layer that
+is tied to the embedding.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on a normalised input and added to the residual stream."""
+    """Attention and a feed-forward layer, each on a normalised input and added to its input."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -40,7 +44,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, length, width) → the same."""
+        """Map (samples, length, width) to the same shape."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -65,7 +69,7 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(samples, length) → logits (samples, length, vocabulary)."""
+        """Map tokens (samples, length) to logits (samples, length, vocabulary)."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -74,13 +78,16 @@ class GPT(nn.Module):
 
 
 def token_loss(batch: Batch, model: nn.Module) -> Tensor:
-    """Cross-entropy, as the mean over the tokens that are not padding."""
+    """Return the cross-entropy, a mean over the tokens that are not padding."""
     logits: Tensor = model(batch["tokens"])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
 def make_model(config: GPTConfig, *, seed: int, dtype: torch.dtype) -> GPT:
-    """A model whose weights depend on the seed alone; torch's own random stream does not move."""
+    """Return a model whose weights depend on the seed alone.
+
+    torch's own random stream does not move.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT(config)

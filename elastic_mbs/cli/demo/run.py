@@ -1,4 +1,4 @@
-"""How the library is used: `train` is the whole of it, and `train_plainly` the loop that it was made from."""
+"""Two training loops: `train` uses the library, and `train_plainly` is the one it was made from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(
     on_result: Callable[[StepResult], None],
     log: Path | None = None,
 ) -> None:
-    """Trains with elastic_mbs: each batch as large as it is wanted, in whatever memory there is."""
+    """Train with elastic_mbs: each batch as large as is wanted, in whatever memory there is."""
     optimizer = make_optimizer(model)
     with ElasticMBS(
         model,
@@ -45,7 +45,7 @@ def train(
 def train_plainly(
     model: nn.Module, batches: Iterable[Batch], on_loss: Callable[[float], None]
 ) -> None:
-    """The same in plain PyTorch: the whole batch at once, in as much memory as it takes."""
+    """Train in plain PyTorch: the whole batch at once, in as much memory as it takes."""
     optimizer = make_optimizer(model)
     for batch in batches:
         loss = token_loss(batch, model)
@@ -56,5 +56,5 @@ def train_plainly(
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; fused, so that a step takes no memory of its own."""
+    """Return AdamW, fused, so that a step takes no memory of its own."""
     return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)

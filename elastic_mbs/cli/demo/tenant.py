@@ -1,8 +1,8 @@
-"""The co-tenant: another user of the memory, that comes and goes by a script.
+"""The co-tenant: another user of the memory, which comes and goes by a script.
 
 It moves in the middle of a step, where that hurts: at the n-th micro-batch, in forward or backward.
-What it leaves to the training is the limit of a `MemoryBudget` on a CPU, and the process's memory
-fraction on CUDA.
+The rest of the memory is the training's: as the limit of a `MemoryBudget` on a CPU, and as the
+process's memory fraction on CUDA.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class TenantMove:
 
 
 def write_script(steps: int, budget: int, floor: int) -> list[TenantMove]:
-    """A quarter of the steps alone, a quarter with a co-tenant that takes half, a tenth with one that takes more, and alone again.
+    """Return a script for `steps` steps.
 
-    Below `floor` bytes the smallest micro-batch might not fit.
+    The training is alone for a quarter of the steps, then has a co-tenant that takes half for a
+    quarter, then one that takes more for a tenth, and is alone again. Below `floor` bytes the
+    smallest micro-batch might not fit.
     """
     arrival, spike = steps // 4, steps // 2
     return [
@@ -43,7 +45,10 @@ def write_script(steps: int, budget: int, floor: int) -> list[TenantMove]:
 
 
 class Script:
-    """Makes the moves when their time has come; its `forward` is a forward hook of the model's last block."""
+    """The moves, each made when its time has come.
+
+    `forward` is a forward hook of the model's last block.
+    """
 
     def __init__(
         self,
@@ -68,7 +73,10 @@ class Script:
 
 @contextmanager
 def limited(budget: int, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Inside the block there are `budget` bytes for the training and its co-tenant together; what it yields leaves so many of them to us."""
+    """Limit the training and its co-tenant to `budget` bytes together, inside the block.
+
+    Yields a function that sets how many of these bytes the training has.
+    """
     if device.type != "cuda":
         with MemoryBudget(budget) as limit:
             yield lambda left: setattr(limit, "limit", left)

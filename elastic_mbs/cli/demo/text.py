@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source files of Python's standard library, or the user's own."""
+"""Real text: the source files of Python's standard library, or the user's own files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUCKET = 3
 
 
 def passages(text: bytes, longest: int) -> Iterator[bytes]:
-    """Cuts a text at its blank lines, and what is longer than `longest` bytes into pieces of that length."""
+    """Cut a text at its blank lines, and longer passages into pieces of `longest` bytes."""
     for passage in re.split(rb"\r?\n[ \t]*\r?\n", text):
         stripped = passage.strip(b"\r\n")
         for start in range(0, len(stripped), longest):
@@ -34,7 +34,10 @@ def passages(text: bytes, longest: int) -> Iterator[bytes]:
 
 
 def read_documents(path: Path | None, *, count: int, longest: int, seed: int) -> list[bytes]:
-    """A random choice of `count` passages of a file, a folder with all below it, or (None) Python's library; repeated where too few."""
+    """Return `count` passages, chosen at random and repeated where there are too few.
+
+    They come from a file, from a folder and all below it, or (None) from Python's library.
+    """
     rng = random.Random(seed)
     if path is None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -68,7 +71,11 @@ def read_documents(path: Path | None, *, count: int, longest: int, seed: int) ->
 
 
 def collate(documents: Sequence[bytes]) -> Batch:
-    """Columns "tokens" (documents, length) and "labels", the byte that follows each token; padded to the longest document, with -100 as label."""
+    """Return columns "tokens" (documents, length) and "labels" for documents.
+
+    A label is the byte that follows its token. Columns are padded to the longest document, with
+    -100 as label.
+    """
     encoded = [torch.tensor(list(document)) for document in documents]
     tokens = pad_sequence([row[:-1] for row in encoded], batch_first=True)
     labels = pad_sequence([row[1:] for row in encoded], batch_first=True, padding_value=IGNORED)
@@ -97,7 +104,7 @@ class Loader:
         return map(collate, self._chunks)
 
     def longest(self, documents: int) -> Batch:
-        """So many documents of the batch with the longest one, and that one among them."""
+        """Return `documents` documents of the batch with the longest one, which is among them."""
         return collate(
             sorted(max(self._chunks, key=lambda chunk: max(map(len, chunk))), key=len)[-documents:]
         )

@@ -1,6 +1,6 @@
-"""The doctor: what this machine is like for training with elastic_mbs, what that means, and what to do.
+"""The doctor: a diagnosis of this machine for training, with a cure for each finding.
 
-Looks at versions, the driver, devices and who else is on them, the allocator's settings, and the
+It looks at versions, the driver, devices and who else is on them, the allocator's settings, and the
 limits of the host and its containers. Exit code 1 where there is a problem that will hurt training.
 """
 
@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Looks at the machine and prints what was found; the exit code is 1 when there is a problem that will hurt training."""
+    """Look at the machine and print the findings.
+
+    Returns:
+        The exit code: 1 when there is a problem that will hurt training.
+    """
     facts = collect(allocate=arguments.allocate)
     findings = judge(facts)
     found = document(facts, findings)
@@ -50,7 +54,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def document(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
-    """What `--json` prints; sizes are in bytes, and a fact that could not be found out is `{"why": …, "absent": …}`."""
+    """Return the document that `--json` prints.
+
+    Sizes are in bytes; a fact that could not be found out is `{"why": …, "absent": …}`.
+    """
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -61,7 +68,7 @@ def document(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def render(findings: Sequence[Finding], width: int = 80) -> str:
-    """All findings as aligned text, and how many there are of each level; between 60 and 110 columns are used."""
+    """Return all findings as aligned text of 60 to 110 columns, and their number by level."""
     width = min(max(width, 60), 110)
     topic = max((len(finding.topic) for finding in findings), default=0)
     lines: list[str] = []
@@ -87,7 +94,7 @@ def render(findings: Sequence[Finding], width: int = 80) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """`1 problem, 2 warnings, 3 notes`."""
+    """Return the number of findings by level: `1 problem, 2 warnings, 3 notes`."""
     count = Counter[str](finding.level for finding in findings if finding.level is not Level.OK)
     words = [
         f"{count[level]} {level}{'' if count[level] == 1 else 's'}"

@@ -1,7 +1,7 @@
-"""What a machine is like, as far as memory goes: plain values, collected once and judged elsewhere.
+"""The facts of a machine about memory: plain values, collected once and judged elsewhere.
 
-What could not be found out is an `Unknown` with the reason. It never stops the collection of the
-rest.
+A fact that could not be found out is an `Unknown` with the reason. It never stops the collection of
+the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 
 @dataclass(frozen=True)
 class Unknown:
-    """What could not be found out."""
+    """Fact that could not be found out, and the reason."""
 
     why: str
     absent: bool = False  # it is not there at all, rather than broken
@@ -26,7 +26,7 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions of what is installed; None where it is not."""
+    """Versions of the packages that are installed; None for one that is not."""
 
     elastic_mbs: str
     python: str
@@ -138,5 +138,5 @@ class Facts:
 
     @property
     def integrated(self) -> bool:
-        """Every device shares the host's memory."""
+        """True if every device shares the host's memory."""
         return bool(self.devices) and all(device.integrated for device in self.devices)

@@ -1,4 +1,4 @@
-"""Reads the facts of this machine.
+"""The facts of this machine, read from torch, NVML and the system.
 
 Each question fails softly, into an `Unknown` with the reason.
 """
@@ -54,10 +54,10 @@ _MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive pr
 
 
 def collect(*, allocate: bool = False, root: Path = Path("/")) -> Facts:
-    """All facts of this machine and process.
+    """Collect all facts of this machine and process.
 
-    `allocate`: a little on each CUDA device, too, where a CUDA context (a few hundred MiB) then
-    stays. Files are read below `root`.
+    With `allocate` a little is allocated on each CUDA device, too; a CUDA context (a few hundred
+    MiB) stays there. Files are read below `root`.
     """
     nvml = nvml_facts()
     return Facts(
@@ -76,7 +76,7 @@ def collect(*, allocate: bool = False, root: Path = Path("/")) -> Facts:
 
 
 def softly(question: Callable[[], T]) -> T | Unknown:
-    """The answer, or why there is none."""
+    """Return the answer, or the reason that there is none."""
     try:
         return question()
     except Exception as error:
@@ -85,12 +85,12 @@ def softly(question: Callable[[], T]) -> T | Unknown:
 
 
 def known(question: Callable[[], T], default: T) -> T:
-    """The answer, or `default` where there is none."""
+    """Return the answer, or `default` where there is none."""
     return default if isinstance(answer := softly(question), Unknown) else answer
 
 
 def in_one_line(error: BaseException) -> str:
-    """The class of an error and the first line of its text."""
+    """Return the class of an error and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -115,7 +115,10 @@ def trainers() -> tuple[Trainer, ...]:
 
 
 def torch_facts(nvml: Nvml | Unknown, *, allocate: bool = False) -> Torch:
-    """What torch can do here; the runtime is not asked for free memory where NVML has it."""
+    """Return the facts of torch.
+
+    The runtime is not asked for free memory where NVML has it.
+    """
     cuda, hip = torch.version.cuda, torch.version.hip
     if cuda is None and hip is None:
         return Torch()
@@ -162,7 +165,7 @@ def _device(index: int, read: set[str], allocate: bool) -> TorchDevice:
 
 
 def nvml_facts() -> Nvml | Unknown:
-    """What NVML reports, or why it reports nothing."""
+    """Return the facts that NVML reports, or the reason that there are none."""
     try:
         import pynvml
     except Exception as error:
@@ -197,7 +200,7 @@ def _nvml(pynvml: Any) -> Nvml:
 
 
 def _gpus(pynvml: Any, index: int) -> Iterator[Gpu]:
-    """A GPU and its MIG instances."""
+    """Return a GPU and its MIG instances."""
     handle = softly(lambda: pynvml.nvmlDeviceGetHandleByIndex(index))
     if isinstance(handle, Unknown):  # one that has fallen off the bus keeps its number
         yield Gpu(index, "", "unknown", free=handle)
@@ -246,7 +249,7 @@ def _gpu(
 
 
 def limits() -> tuple[Limit, ...]:
-    """The soft limits on this process's memory that are set."""
+    """Return the soft limits on this process's memory that are set."""
     found = []
     for name in ("RLIMIT_AS", "RLIMIT_DATA") if resource is not None else ():
         soft = resource.getrlimit(getattr(resource, name))[0]

@@ -1,4 +1,4 @@
-"""What the facts mean for training: the conditions and the figures of the table in `rules.toml`.
+"""The rules that judge facts: conditions and figures of the table in `rules.toml`.
 
 The same facts always give the same findings.
 """
@@ -26,7 +26,7 @@ _SETTING = re.compile(r"(\w+):(\[[^\]]*\]|[^,\[\]]+)")  # in name:value,name:[a:
 
 
 class Level(StrEnum):
-    """How bad it is. Only a problem changes the exit code."""
+    """The severity of a finding. Only a problem changes the exit code."""
 
     OK = "ok"
     NOTE = "note"
@@ -36,7 +36,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found."""
+    """A judgement on one fact, with its meaning and what to do."""
 
     level: Level
     topic: str  # one word
@@ -46,7 +46,7 @@ class Finding:
 
 
 class Words(string.Formatter):
-    """Fills a template; the format `B` writes bytes."""
+    """Formatter of templates; its format `B` writes bytes."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return (
@@ -116,14 +116,14 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
 
 @cache
 def table() -> dict[str, dict[str, list[dict[str, str]]]]:
-    """The rules by topic and group, in order."""
+    """Return the rules by topic and group, in order."""
     return tomllib.loads(
         resources.files(__package__).joinpath("rules.toml").read_text(encoding="utf-8")
     )
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """All findings, by topic."""
+    """Return all findings, by topic."""
     scopes = subjects(facts)
     return [
         finding
@@ -135,7 +135,7 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def _first(topic: str, rules: list[dict[str, str]], subject: SimpleNamespace) -> list[Finding]:
-    """The finding of the first rule that applies."""
+    """Return the finding of the first rule that applies."""
     for rule in rules:
         level = next(level for level in Level if level in rule)
         if all(CONDITIONS[condition](subject) for condition in rule[level].split(", ")):
@@ -153,7 +153,10 @@ def _first(topic: str, rules: list[dict[str, str]], subject: SimpleNamespace) ->
 
 
 def subjects(facts: Facts) -> dict[str, list[SimpleNamespace]]:
-    """What groups of rules are applied to, by its name: the machine, each device of torch, each GPU of NVML, each resource limit, each trainer."""
+    """Return the subjects of the groups of rules, by the group's name.
+
+    They are the machine, each device of torch, each GPU of NVML, each resource limit, each trainer.
+    """
     machine = _machine(facts)
     gpus = {gpu.uuid.partition("-")[2]: gpu for gpu in facts.gpus}
     limits = facts.limits if isinstance(facts.limits, tuple) else ()
@@ -219,7 +222,10 @@ def _gpu(facts: Facts, gpu: Gpu) -> dict[str, Any]:
     seen = {device.uuid for device in facts.devices if device.uuid is not None}
     unnamed = ""
     if not facts.own_pids:
-        unnamed = " The driver's PIDs are not the ones in here, so they cannot be named, and this process may be among them."
+        unnamed = (
+            " The driver's PIDs are not the ones in here, so they cannot be named, and this "
+            "process may be among them."
+        )
     elif all(holder.bytes is None for holder in holders):
         unnamed = " This driver does not report how much each one holds."
     return {
@@ -241,7 +247,10 @@ def _place(gpu: Gpu) -> str:
 
 
 def _moved(facts: Facts) -> str:
-    """Devices with different numbers for torch and nvidia-smi, and why; empty where there is none."""
+    """Name the devices with different numbers for torch and nvidia-smi, and the reason.
+
+    Empty where there is none.
+    """
     index = {gpu.uuid.partition("-")[2]: gpu.index for gpu in facts.gpus if gpu.parent is None}
     moved = [
         (device.index, index[device.uuid])
@@ -266,13 +275,22 @@ def _device_remedy(facts: Facts) -> str:
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every device: unset it."
     if isinstance(nvml, Nvml):
         if facts.torch.cuda is not None and release(nvml.cuda)[:1] < release(facts.torch.cuda)[:1]:
-            return f"The driver serves CUDA up to {nvml.cuda}: update it, or install a torch that is built for an older CUDA."
+            return (
+                f"The driver serves CUDA up to {nvml.cuda}: update it, or install a torch that is "
+                "built for an older CUDA."
+            )
         if any(gpu.mig for gpu in nvml.gpus) and not any(
             gpu.parent is not None for gpu in nvml.gpus
         ):
-            return "MIG mode is on and there is no instance: create one (nvidia-smi mig -cgi … -C), or switch MIG off."
+            return (
+                "MIG mode is on and there is no instance: create one (nvidia-smi mig -cgi … -C), "
+                "or switch MIG off."
+            )
         if visible is not None:
-            return f"CUDA_VISIBLE_DEVICES={visible!r} may name no device that is there: nvidia-smi -L lists them."
+            return (
+                f"CUDA_VISIBLE_DEVICES={visible!r} may name no device that is there: "
+                "nvidia-smi -L lists them."
+            )
     return _nvml_remedy(facts)
 
 
@@ -281,27 +299,37 @@ def _nvml_remedy(facts: Facts) -> str:
         return "pip install nvidia-ml-py"
     if facts.nvml_absent:
         now = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES")
-        return f"In a container, ask for the driver's utilities: NVIDIA_DRIVER_CAPABILITIES=compute,utility{'' if now is None else f' (now {now!r})'}."
+        is_now = "" if now is None else f" (now {now!r})"
+        return (
+            "In a container, ask for the driver's utilities: "
+            f"NVIDIA_DRIVER_CAPABILITIES=compute,utility{is_now}."
+        )
     if not facts.own_pids:
-        return "Start the container again: it may have lost its rights to the device, as after 'systemctl daemon-reload' on the host."
+        return (
+            "Start the container again: it may have lost its rights to the device, as after "
+            "'systemctl daemon-reload' on the host."
+        )
     return (
         "See what nvidia-smi says; after an update of the driver, load its module again or reboot."
     )
 
 
 def release(version: str) -> tuple[int, ...]:
-    """`"2.13.0+cu130"` → (2, 13); empty for what is no version."""
+    """Return the numbers of a version, `"2.13.0+cu130"` → (2, 13); empty for other texts."""
     parts = version.partition("+")[0].split(".")[:2]
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The allocator's settings; what torch cannot read is passed over, since it says so itself when CUDA starts."""
+    """Return the allocator's settings.
+
+    Those that torch cannot read are left out: torch says so itself when CUDA starts.
+    """
     return next((_parse(environment[name]) for name in ALLOCATOR if name in environment), {})
 
 
 def conflict(environment: Mapping[str, str]) -> bool:
-    """Whether two of the variables are set to different things."""
+    """Return True if two of the variables are set to different values."""
     return (
         len(
             {

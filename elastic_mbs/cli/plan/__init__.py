@@ -1,4 +1,6 @@
-"""The plan: what a step of your own model needs, size by size, and which size fits, without running one (but for --measure).
+"""The plan: the memory of a step of your own model, size by size, and the size that fits.
+
+No step is run, unless --measure asks for it.
 
 FILE.py:FUNCTION is a function without arguments that returns (model, loss_fn, batches), as for the
 stress tool; behind them may come a function that makes the optimizer from the parameters (SGD with
@@ -15,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport
+from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport, Policy
 from elastic_mbs.cli.plan.chart import draw
 from elastic_mbs.cli.plan.job import Job, load
 
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Makes the plan, prints it, and draws it where that is wanted."""
+    """Make the plan, print it, and draw it where that is wanted."""
     job = load(arguments.factory, arguments.device)
     budget = (
         MemoryBudget(arguments.budget, [job.model, job.optimizer], device=job.device)
@@ -83,19 +85,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _measure(mbs: ElasticMBS, job: Job) -> None:
-    """Runs calls in pieces of two sizes that fit, if there are any: then a plan knows their time."""
+    """Run calls in pieces of two sizes that fit, so that a plan knows their time."""
     fitting = [
         planned.peak
         for planned in mbs.plan(job.loss_fn, job.batch, optimizer=job.optimizer).sizes
         if planned.fits and planned.peak is not None
     ]
+    margin = (job.options.get("policy") or Policy()).margin
     # the largest, and that halved twice
     for peak in dict.fromkeys([*fitting[:1], *fitting[:3][-1:]]):
         mbs.plan(
             job.loss_fn,
             job.batch,
             optimizer=job.optimizer,
-            budget=int(peak / (1 - mbs.settings.policy.margin)) + 1,
+            budget=int(peak / (1 - margin)) + 1,
         )
         for _ in range(CALLS):
             mbs.backward(job.loss_fn, job.batch)
@@ -103,7 +106,7 @@ def _measure(mbs: ElasticMBS, job: Job) -> None:
 
 
 def document(report: PlanReport) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the document that `--json` prints."""
     found = asdict(replace(report, model=None))
     del found["model"]
     return {"schema": SCHEMA, "version": VERSION, **found, "fastest": report.fastest}

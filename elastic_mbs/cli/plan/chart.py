@@ -1,4 +1,4 @@
-"""The table of a plan as a picture."""
+"""A picture of a plan's table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic_mbs.errors import UsageError
 
 
 def draw(report: PlanReport, path: Path) -> None:
-    """Draws the parts of the peak by size, with what there is."""
+    """Draw the parts of the peak by size, and the memory that is there."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

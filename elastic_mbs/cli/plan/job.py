@@ -16,7 +16,7 @@ from elastic_mbs.errors import UsageError
 
 
 class Job(NamedTuple):
-    """What a step needs."""
+    """A step to be planned: model, loss function, batch, optimizer, options."""
 
     model: nn.Module
     loss_fn: Callable[[Any], Any]
@@ -32,7 +32,11 @@ class Job(NamedTuple):
 
 
 def load(name: str, device: str | None) -> Job:
-    """The job that `path.py:factory` makes, its model on `device`; UsageError of one line where it makes none."""
+    """Return the job that `path.py:factory` makes, with its model on `device`.
+
+    Raises:
+        UsageError: the factory makes none; the error has one line.
+    """
     try:
         return _job(_factory(name)(), device)
     except UsageError:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes the report; the exit code is 0."""
+    """Write the report; the exit code is 0."""
     log: Path = arguments.log
     out: Path = arguments.out or log.with_suffix(".html")
     check_out(out, log)
@@ -40,12 +40,16 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def render(log: Path) -> str:
-    """The report of a log, as HTML; a log that cannot be read is a UsageError of one line."""
+    """Return the report of a log as HTML.
+
+    Raises:
+        UsageError: the log cannot be read; the error has one line.
+    """
     return page([read_run(run) for run in read_log(log)], log.name)
 
 
 def check_out(out: Path, log: Path) -> None:
-    """Raises a UsageError before the work is done where no page can be written to `out`."""
+    """Raise a UsageError before the work is done where no page can be written to `out`."""
     problems = {
         "this is a folder": out.is_dir(),
         f"there is no folder {out.parent}": not out.parent.is_dir(),

@@ -1,4 +1,4 @@
-"""What a report shows of a run: the points of its lines, marks, and figures at its head.
+"""The content of a report: the points of its lines, marks, and the figures at its head.
 
 `svg.py` puts lines into lanes and says how they look.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -73,7 +73,7 @@ Calls = Sequence[tuple[float, CallDone]]
 
 
 def read_run(run: Run) -> RunData:
-    """The run, put in order."""
+    """Return a run, put in order."""
     entries = [
         replace(entry, event=_plausible(entry.event))
         for entry in sorted(run.entries, key=lambda entry: entry.t)
@@ -105,7 +105,7 @@ def read_run(run: Run) -> RunData:
 
 
 def _plausible(event: Event | None) -> Event | None:
-    """A call without times that cannot be."""
+    """Return the call without times that cannot be right."""
     if not isinstance(event, CallDone | CallFailed):
         return event
     lost = event.seconds_lost if 0 <= event.seconds_lost < _LONGEST else 0.0
@@ -117,22 +117,7 @@ def _plausible(event: Event | None) -> Event | None:
 
 def _memory(entries: Sequence[Entry], calls: Calls, margin: object) -> Memory:
     total = max((call.total for _, call in calls if call.total is not None), default=0)
-    capacity: list[Point] = []
-    for entry in entries:
-        event = entry.event
-        if (
-            isinstance(event, CallDone)
-            and event.total is not None
-            and event.held_by_others is not None
-        ):
-            capacity.append((entry.t, float(event.total - event.held_by_others)))
-        elif isinstance(event, OutOfMemory) and event.held_by_others is not None and total:
-            capacity.append((entry.t, float(total - event.held_by_others)))
-        elif isinstance(event, CallDone | SensorLost):
-            capacity.append((entry.t, None))
-    if capacity:
-        # what was read first held before it, too
-        capacity.insert(0, (min(0.0, capacity[0][0]), capacity[0][1]))
+    capacity = _capacity(entries, total)
     peaks = [
         (
             t,
@@ -164,6 +149,27 @@ def _memory(entries: Sequence[Entry], calls: Calls, margin: object) -> Memory:
     )
 
 
+def _capacity(entries: Sequence[Entry], total: int) -> list[Point]:
+    """Return the bytes that we could hold in all, at each reading; None where one is missing."""
+    found: list[Point] = []
+    for entry in entries:
+        event = entry.event
+        if (
+            isinstance(event, CallDone)
+            and event.total is not None
+            and event.held_by_others is not None
+        ):
+            found.append((entry.t, float(event.total - event.held_by_others)))
+        elif isinstance(event, OutOfMemory) and event.held_by_others is not None and total:
+            found.append((entry.t, float(total - event.held_by_others)))
+        elif isinstance(event, CallDone | SensorLost):
+            found.append((entry.t, None))
+    if found:
+        # the first reading holds for the time before it, too
+        found.insert(0, (min(0.0, found[0][0]), found[0][1]))
+    return found
+
+
 def _sizes(entries: Sequence[Entry]) -> dict[str, list[Point]]:
     found: dict[str, list[Point]] = {}
     for entry in entries:
@@ -186,69 +192,73 @@ def _per_call(calls: Calls, name: str) -> list[Point]:
 
 
 def _from_start(calls: Calls, points: Sequence[Point]) -> list[Point]:
-    """A figure of a call holds from the call before it; that of the first one from its own beginning."""
+    """Return points that hold from the call before; the first one holds from its own start."""
     if not points:
         return []
     t, first = calls[0]
     return [(max(0.0, t - (first.seconds or 0.0)), points[0][1]), *points]
 
 
+Tile = tuple[str, str, str]  # name, value, and a remark
+
+
 def _tiles(
     events: Sequence[Event | None], tracks: Mapping[str, Sequence[Point]]
-) -> tuple[tuple[str, str, str], ...]:
+) -> tuple[Tile, ...]:
     done = [event for event in events if isinstance(event, CallDone)]
     ended = [event for event in events if isinstance(event, CallDone | CallFailed)]
-    samples, replayed, ooms = (
-        sum(getattr(call, name) for call in done)
-        for name in ("samples", "replayed_samples", "ooms")
+    last = events[-1] if events else None
+    return (
+        *([("ended by", last.error, last.message[:80])] if isinstance(last, CallFailed) else []),
+        *_work(done, ooms=sum(isinstance(event, OutOfMemory) for event in events)),
+        _time_lost(ended),
+        _final_size(done, tracks),
+        _peak(done),
     )
+
+
+def _work(done: Sequence[CallDone], ooms: int) -> Iterator[Tile]:
+    """Yield calls, samples and failures; `ooms` are those of unfinished calls, too."""
+    samples = sum(call.samples for call in done)
+    replayed = sum(call.replayed_samples for call in done)
+    survived = sum(call.ooms for call in done)
     busy = sum(call.seconds or 0.0 for call in done)
-    spent, lost = (
-        sum(getattr(call, name) or 0.0 for call in ended) for name in ("seconds", "seconds_lost")
-    )
     evals = sum(call.mode != "train" for call in done)
-    unfinished = sum(isinstance(event, OutOfMemory) for event in events) - ooms
+    unfinished = ooms - survived
+    yield "calls", f"{len(done):,}", f"{evals:,} of them eval" if evals else ""
+    yield "samples", f"{samples:,}", f"{samples / busy:,.1f} per second" if busy > 0 else ""
+    rest = f"and {unfinished:,} in a call that did not finish" if unfinished > 0 else ""
+    yield "OOMs survived", f"{survived:,}", rest
+    share = f"{replayed / samples:.2%} of all" if samples else ""
+    yield "samples replayed", f"{replayed:,}", share
+
+
+def _time_lost(ended: Sequence[CallDone | CallFailed]) -> Tile:
+    spent = sum(call.seconds or 0.0 for call in ended)
+    lost = sum(call.seconds_lost or 0.0 for call in ended)
+    if spent <= 0:
+        return "time lost", "0 %", ""
+    return "time lost", f"{lost / spent:.2%}", f"{duration(lost)} of {duration(spent)}"
+
+
+def _final_size(done: Sequence[CallDone], tracks: Mapping[str, Sequence[Point]]) -> Tile:
     sized = [call for call in done if call.mode == "train"] or done
     sizes = [call.micro_batch_size for call in sized]
     _, final = max((tracks[call.key][-1] for call in sized), default=(0.0, None))
     between = f"between {min(sizes):,} and {max(sizes):,}" if len(set(sizes)) > 1 else ""
-    peak = max(
-        (
-            peak
-            for call in done
-            for peak in (call.peak_allocated, call.peak_reserved, call.reserved)
-            if peak is not None
-        ),
-        default=None,
-    )
+    return "final micro-batch", f"{final:,.0f}" if sizes else "none", between
+
+
+def _peak(done: Sequence[CallDone]) -> Tile:
+    peaks = [
+        peak
+        for call in done
+        for peak in (call.peak_allocated, call.peak_reserved, call.reserved)
+        if peak is not None
+    ]
     total = max((call.total for call in done if call.total is not None), default=None)
-    last = events[-1] if events else None
-    return (
-        *([("ended by", last.error, last.message[:80])] if isinstance(last, CallFailed) else []),
-        ("calls", f"{len(done):,}", f"{evals:,} of them eval" if evals else ""),
-        ("samples", f"{samples:,}", f"{samples / busy:,.1f} per second" if busy > 0 else ""),
-        (
-            "OOMs survived",
-            f"{ooms:,}",
-            f"and {unfinished:,} in a call that did not finish" if unfinished > 0 else "",
-        ),
-        (
-            "samples replayed",
-            f"{replayed:,}",
-            f"{replayed / samples:.2%} of all" if samples else "",
-        ),
-        (
-            "time lost",
-            f"{lost / spent:.2%}" if spent > 0 else "0 %",
-            f"{duration(lost)} of {duration(spent)}" if spent > 0 else "",
-        ),
-        ("final micro-batch", f"{final:,.0f}" if sizes else "none", between),
-        (
-            "peak memory",
-            format_bytes(peak),
-            f"of {format_bytes(total)}" if total is not None else "",
-        ),
-    )
+    of = f"of {format_bytes(total)}" if total is not None else ""
+    return "peak memory", format_bytes(max(peaks, default=None)), of
 
 
 def _about(run: Run) -> tuple[tuple[str, str], ...]:
@@ -325,7 +335,7 @@ def _mark(entry: Entry) -> Mark:
 
 
 def _facts(record: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    """The fields of an event that are known, as names and values for a person."""
+    """Return the known fields of an event, as names and values for a person."""
     return tuple(
         (
             _NAMES.get(name, name.replace("_", " ")),

@@ -15,7 +15,7 @@ from elastic_mbs.cli.report.data import RunData
 
 
 def page(runs: Sequence[RunData], source: str) -> str:
-    """The report of one log, named `source`; its last run is shown open.
+    """Return the report of one log, named `source`; its last run is shown open.
 
     Everything that comes from the log is escaped.
     """
@@ -33,7 +33,10 @@ def page(runs: Sequence[RunData], source: str) -> str:
 
 
 def document(title: str, subtitle: str, main: str, *, style: str = "") -> str:
-    """The page around what it shows: heading and subtitle as text, `main` as HTML, and a style sheet added to that of the lanes."""
+    """Return a page around its content.
+
+    Heading and subtitle are text, `main` is HTML; `style` is added to the style sheet of the lanes.
+    """
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -53,7 +56,7 @@ def document(title: str, subtitle: str, main: str, *, style: str = "") -> str:
 
 
 def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Figures as tiles: name, value, and a remark."""
+    """Return figures as tiles: name, value, and a remark."""
     return "".join(
         f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd '
         f'class="remark">{escape(remark)}</dd></div>'
@@ -64,7 +67,7 @@ def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
 def section(
     run: RunData, *, remark: str, opened: bool, name: str = "", badge: str = "", note: str = ""
 ) -> str:
-    """A run: its figures, its lanes, and what happened.
+    """Return a run: its figures, its lanes, and its events.
 
     Next to its title is a remark (text), before it a badge (HTML), above its figures a note (HTML);
     `name` is its anchor in the page.
@@ -76,6 +79,7 @@ def section(
         f"<span><b>{escape(name)}</b> {escape(value)}</span>" for name, value in run.about
     )
     lanes = "".join(_lane(lane, x, failures) for lane in drawn)
+    values = _embedded([[_values(line, x) for line in lane.legend] for lane in drawn])
     anchor = f' id="{escape(name, quote=True)}"' if name else ""
     return f"""<details class="run"{anchor}{" open" if opened else ""}>
 <summary>{badge}<h2>{escape(run.title)}</h2> <span class="when">{escape(remark)}</span></summary>
@@ -84,7 +88,7 @@ def section(
 <div class="lanes" data-seconds="{x.high}">{lanes}
 <div class="row"><span></span>{svg.x_axis(x)}<span></span></div>
 <div class="hair" hidden></div>
-<script type="application/json">{_embedded([[_values(line, x) for line in lane.legend] for lane in drawn])}</script>
+<script type="application/json">{values}</script>
 </div>
 {_events(run)}
 </details>
@@ -112,13 +116,18 @@ def _swatch(look: str) -> str:
         return ""
     if look.startswith("mark-"):
         glyph = svg.GLYPHS[look.removeprefix("mark-")]
-        return f'<svg class="swatch" viewBox="-8 -8 16 16"><path class="mark {look}" d="{glyph}"/></svg>'
-    chip = f'<rect class="chip area {look}" width="16" height="16" rx="3"/><path class="line {look}" d="M1 8H15"/>'
-    return f'<svg class="swatch" viewBox="0 0 16 16">{chip}</svg>'
+        mark = f'<path class="mark {look}" d="{glyph}"/>'
+        return f'<svg class="swatch" viewBox="-8 -8 16 16">{mark}</svg>'
+    area = f'<rect class="chip area {look}" width="16" height="16" rx="3"/>'
+    line = f'<path class="line {look}" d="M1 8H15"/>'
+    return f'<svg class="swatch" viewBox="0 0 16 16">{area}{line}</svg>'
 
 
 def _values(line: svg.Line, x: scale.Scale) -> dict[str, object]:
-    """A line for the readout: its name, unit and shape, and its points as fractions of the width with their values."""
+    """Return a line for the readout: name, unit, shape, points and values.
+
+    Points are fractions of the width.
+    """
     points = scale.decimate(line.points)
     return {
         "name": line.name,
@@ -133,7 +142,7 @@ def _values(line: svg.Line, x: scale.Scale) -> dict[str, object]:
 
 
 def _embedded(value: object) -> str:
-    """JSON that cannot end the script element around it."""
+    """Return JSON that cannot end the script element around it."""
     return (
         json.dumps(value, separators=(",", ":"), allow_nan=False)
         .replace("<", "\\u003c")
@@ -146,10 +155,13 @@ def _events(run: RunData) -> str:
     if not run.marks:
         return '<p class="quiet">Nothing happened but calls.</p>'
     rows = "".join(
-        f"<tr><td>{escape(scale.duration(mark.t))}</td><td>{_swatch(f'mark-{mark.kind}')}</td><td>{escape(mark.line)}</td></tr>"
+        f"<tr><td>{escape(scale.duration(mark.t))}</td>"
+        f"<td>{_swatch(f'mark-{mark.kind}')}</td>"
+        f"<td>{escape(mark.line)}</td></tr>"
         for mark in run.marks
     )
-    return f'<details class="events"><summary>{len(run.marks):,} events</summary><table>{rows}</table></details>'
+    summary = f"<summary>{len(run.marks):,} events</summary>"
+    return f'<details class="events">{summary}<table>{rows}</table></details>'
 
 
 def _asset(name: str) -> str:

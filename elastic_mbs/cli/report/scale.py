@@ -1,4 +1,4 @@
-"""Lines of few points, places of values on an axis, its ticks, and numbers as a person writes them."""
+"""Axes: places of values, ticks, lines with few points, numbers as a person writes them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Scale:
     log: bool = False  # equal ratios take equal lengths; both ends are positive then
 
     def place(self, value: float) -> float:
-        """Where a value lies, as a fraction of the axis; 0 or 1 where it lies outside."""
+        """Return the place of a value as a fraction of the axis; 0 or 1 where it lies outside."""
         low, high = self.low, self.high
         if self.log:
             value, low, high = math.log(max(value, low)), math.log(low), math.log(high)
@@ -70,7 +70,7 @@ class Scale:
 
 
 def seconds(high: float) -> Scale:
-    """The time since the run began, with about ten ticks."""
+    """Return an axis of the time since the run began, with about ten ticks."""
     high = high if high > 0 else 1.0
     step = next((step for step in _TIMES if high / step <= 10), 0.0) or _DAY * max(
         1.0, _nice(high / _DAY / 10)
@@ -83,7 +83,7 @@ def seconds(high: float) -> Scale:
 
 
 def linear(low: float, high: float, *, count: int = 5) -> Scale:
-    """An axis from `low` to `high` or a little further, with about `count` ticks."""
+    """Return an axis from `low` to `high` or a little further, with about `count` ticks."""
     low, high = (min(1e300, max(-1e300, end)) for end in (min(low, high), max(low, high)))
     least = max(abs(low), abs(high), 1e-12) * 1e-6
     if high - low < least:
@@ -99,7 +99,7 @@ def linear(low: float, high: float, *, count: int = 5) -> Scale:
 
 
 def bytes_from_zero(high: float) -> Scale:
-    """An axis of bytes up to `high`, the device's size, with a tick at each quarter of it."""
+    """Return an axis of bytes up to the device's size `high`, with a tick at each quarter."""
     high = max(high, 1024.0)
     ticks = [
         Tick(high * quarter / 4, format_bytes(high * quarter / 4).replace(".0 ", " "))
@@ -109,7 +109,10 @@ def bytes_from_zero(high: float) -> Scale:
 
 
 def powers(base: float, low: float, high: float) -> Scale:
-    """A logarithmic axis for positive values, with a tick at each power of `base`, or each second, third, … one, and room around them."""
+    """Return a logarithmic axis for positive values, with room around them.
+
+    It has a tick at each power of `base`, or at each second, third, … one.
+    """
     low, high = max(low, 1e-300), max(low, high, 1e-300)
     first, last = math.floor(math.log(low, base) + 1e-9), math.ceil(math.log(high, base) - 1e-9)
     every = max(1, -(-(last - first + 1) // 7))
@@ -123,14 +126,14 @@ def powers(base: float, low: float, high: float) -> Scale:
 
 
 def number(value: float) -> str:
-    """A number as a person writes it: `12,000`, `0.5`, `1.2e-07`."""
+    """Return a number as a person writes it: `12,000`, `0.5`, `1.2e-07`."""
     if value and not 1e-4 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:,.6g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def duration(value: float) -> str:
-    """Seconds as a person writes them: `250 ms`, `12 s`, `4:05`, `2:30:00`, `3 d 4:00`."""
+    """Return seconds as a person writes them: `250 ms`, `12 s`, `4:05`, `2:30:00`, `3 d 4:00`."""
     if not math.isfinite(value):
         return "unknown"
     if value < 60:
@@ -143,13 +146,16 @@ def duration(value: float) -> str:
 
 
 def _nice(step: float) -> float:
-    """The next of 1, 2, 5 × 10ⁿ that is not below `step`."""
+    """Return the next of 1, 2, 5 × 10ⁿ that is not below `step`."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(nice * power for nice in (1.0, 2.0, 5.0, 10.0) if nice * power >= step * (1 - 1e-9))
 
 
 def decimate(points: Sequence[Point], limit: int = LIMIT) -> list[Point]:
-    """At most `limit` (at least 4) of the points, which are ordered by time: the first, the last, and the extremes of each bucket between them."""
+    """Return at most `limit` (at least 4) of the points, which are ordered by time.
+
+    They are the first, the last, and the extremes of each bucket between them.
+    """
     if len(points) <= limit:
         return list(points)
     first, last = points[0], points[-1]
@@ -164,7 +170,10 @@ def decimate(points: Sequence[Point], limit: int = LIMIT) -> list[Point]:
 
 
 def _extremes(group: Sequence[Point]) -> list[Point]:
-    """The smallest and the largest, in their order; a group without values keeps its gap."""
+    """Return the smallest and the largest point, in their order.
+
+    A group without values keeps its gap.
+    """
     valued = [(value, i) for i, (_, value) in enumerate(group) if value is not None]
     return (
         [group[i] for i in sorted({min(valued)[1], max(valued)[1]})] if valued else list(group[:1])

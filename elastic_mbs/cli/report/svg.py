@@ -172,7 +172,10 @@ def _drawn(points: Sequence[Point]) -> bool:
 
 
 def plot(lane: Lane, x: Scale, failures: Sequence[float]) -> str:
-    """The picture of a lane, without its axes' labels; `failures` are times that have a line through all lanes."""
+    """Return the picture of a lane, without its axes' labels.
+
+    `failures` are times that have a line through all lanes.
+    """
     parts = [
         f'<line class="grid" x1="{at}" x2="{at}" y2="100%"/>'
         for at in (percent(x.place(tick.value)) for tick in x.ticks)
@@ -198,11 +201,12 @@ def plot(lane: Lane, x: Scale, failures: Sequence[float]) -> str:
     ]
     if not lane.lines:
         parts.append(f'<text class="empty" x="50%" y="50%">{escape(lane.empty)}</text>')
-    return f'<svg class="plot" role="img" aria-label="{escape(lane.name, quote=True)} over time">{"".join(parts)}</svg>'
+    label = f"{escape(lane.name, quote=True)} over time"
+    return f'<svg class="plot" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def draw(line: Line, x: Scale, y: Scale) -> str:
-    """A line, and the area behind it."""
+    """Return a line, and the area behind it."""
     drawn = []
     for stretch in stretches(decimate(line.points)):
         corners = _corners(
@@ -225,7 +229,7 @@ def draw(line: Line, x: Scale, y: Scale) -> str:
 
 
 def stretches(points: Iterable[Point]) -> list[list[tuple[float, float]]]:
-    """The parts of a line between its gaps."""
+    """Return the parts of a line between its gaps."""
     found: list[list[tuple[float, float]]] = [[]]
     for t, value in points:
         if value is not None:
@@ -261,7 +265,7 @@ def _glyph(mark: Mark, x: float, y: float) -> str:
 
 
 def y_axis(axis: Scale, look: str, place: str) -> str:
-    """The labels of a lane's axis."""
+    """Return the labels of a lane's axis."""
     labels = "".join(
         f'<text {place} y="{percent(1 - axis.place(tick.value))}">{escape(tick.label)}</text>'
         for tick in axis.ticks
@@ -270,7 +274,7 @@ def y_axis(axis: Scale, look: str, place: str) -> str:
 
 
 def x_axis(x: Scale) -> str:
-    """The labels below all lanes; a narrow page leaves out every second."""
+    """Return the labels below all lanes; a narrow page leaves out every second."""
     labels = "".join(
         f'<text class="{"minor" if i % 2 else "major"}" x="{percent(x.place(tick.value))}" '
         f'y="14">{escape(tick.label)}</text>'

@@ -1,6 +1,6 @@
-"""The live panel: follows a run log while it grows.
+"""The live panel of a run log that grows.
 
-Shows the micro-batch, memory, throughput, loss and the last events of the run that has written
+It shows the micro-batch, memory, throughput, loss and the last events of the run that has written
 last. Needs rich: `pip install 'elastic-mbs[tui]'`.
 """
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Shows the panel, until Ctrl-C; the exit code is 0."""
+    """Show the panel until Ctrl-C; the exit code is 0."""
     if not 0.05 <= arguments.interval <= 3600:
         raise UsageError(f"--interval {arguments.interval} is not between 0.05 and 3600 seconds")
     if importlib.util.find_spec("rich") is None:

@@ -1,4 +1,4 @@
-"""The runs of a log that grows: sums over all of each, and the last of everything else."""
+"""The runs of a log that grows: sums over each run, and the latest of all other figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class State:
     time: float = 0.0  # the same in unix seconds
 
     def add(self, entry: Entry) -> None:
-        """Takes one event."""
+        """Take one event."""
         self.t, self.time = max(self.t, entry.t), max(self.time, float(entry.record["time"]))
         event = entry.event
         if isinstance(event, CallDone | CallFailed):
@@ -61,7 +61,10 @@ class State:
 
 
 class Follower:
-    """Reads the lines that have been added to a log; one that was cut or replaced is read from its start."""
+    """Reader of the lines that are added to a log.
+
+    A log that was cut or replaced is read from its start.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,7 +78,11 @@ class Follower:
         self._rest = b""  # a line without its end
 
     def read(self) -> None:
-        """Takes the new lines that are whole, without waiting for any; a UsageError of one line where that is not possible."""
+        """Take the new lines that are whole, without waiting for any.
+
+        Raises:
+            UsageError: the log cannot be read; the error has one line.
+        """
         try:
             now = self._path.stat()
             if now.st_ino != self._inode or now.st_size < self._offset:

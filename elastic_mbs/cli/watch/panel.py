@@ -1,4 +1,4 @@
-"""The panel: how a run goes, drawn with rich."""
+"""The panel of a run, drawn with rich."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _WIDTH = 36  # characters of bars and sparklines
 
 
 def panel(state: State, now: float) -> RenderableType:
-    """One frame; `now` is in unix seconds, and shows how old the last line is."""
+    """Return one frame.
+
+    `now` is in unix seconds: the panel shows how old the last line is.
+    """
     header = state.header
     title = " · ".join(
         str(part)
@@ -79,15 +82,21 @@ def _rows(state: State, now: float) -> Iterator[tuple[str, Text]]:
         yield "loss", Text(f"{sparkline(state.losses)}  {state.losses[-1]:.6g}")
     share = f" ({state.replayed / state.samples:.1%})" if state.samples else ""
     lost = f" ({state.lost / state.seconds:.1%})" if state.seconds > 0 else ""
-    survived = f"{state.ooms:,} OOMs, {state.replayed:,} samples replayed{share}, {duration(state.lost)} lost{lost}"
+    survived = (
+        f"{state.ooms:,} OOMs, {state.replayed:,} samples replayed{share}, "
+        f"{duration(state.lost)} lost{lost}"
+    )
     yield "survived", Text(survived, style="yellow" if state.ooms else "green")
     age = max(0.0, now - state.time) if state.time else 0.0
-    so_far = f"{state.calls:,} calls, {state.samples:,} samples in {duration(round(state.t, 1))}; last line {duration(round(age))} ago"
+    so_far = (
+        f"{state.calls:,} calls, {state.samples:,} samples in {duration(round(state.t, 1))}; "
+        f"last line {duration(round(age))} ago"
+    )
     yield "so far", Text(so_far)
 
 
 def memory_line(call: CallDone) -> Text:
-    """Ours, free, and held by others, as a bar and in words."""
+    """Return the memory of ours, of others, and free, as a bar and in words."""
     ours = call.reserved if call.reserved is not None else call.allocated
     peak = call.peak_reserved if call.peak_reserved is not None else call.peak_allocated
     words = [
@@ -116,7 +125,10 @@ def memory_line(call: CallDone) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
-    """The last values as little bars, from the lowest to the highest of them; what is not finite is a gap."""
+    """Return the last values as little bars, scaled from the lowest to the highest of them.
+
+    A value that is not finite is a gap.
+    """
     shown = list(values)[-width:]
     finite = [value for value in shown if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

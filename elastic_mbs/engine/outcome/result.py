@@ -19,26 +19,22 @@ from elastic_mbs.batch.containers import Path, Role, kind_of, map_tensors
 from elastic_mbs.batch.join import Order, join
 from elastic_mbs.device import accelerator_of
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.memory.budget import MemoryBudget, on_host
 from elastic_mbs.noise_scale import NoiseScale
 from elastic_mbs.options import OutputPlace
-
-# bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a
-# decoder's cache
-MUCH = 2**30
+from elastic_mbs.sinks.notebook import result_html
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StepResult:
     """The outcome of one call.
 
     Attributes:
         partition: the committed pieces as (start, stop) ranges of samples, in the batch's order, or
             in `order`.
-        micro_batch_size: the size in force when the call ended, in samples; of a sorted batch in
-            what so many of its longest samples take.
+        micro_batch_size: the size in force when the call ended, in samples. Pieces of a sorted
+            batch may hold more: as many elements as this number of its longest samples.
         ooms: out-of-memory errors survived in this call.
         replayed_samples: samples that were run again.
         skipped: ranges that were not run because all their counts are zero; they have no outputs.
@@ -81,32 +77,43 @@ class StepResult:
         return self._losses[0]
 
     def __float__(self) -> float:
-        """The loss as a number; waits for the device."""
+        """Return the loss as a number; waits for the device."""
         return oom.retry(
             "read the loss", lambda: float(self.loss), {loss.device for loss in self._losses}
         )
 
-    def loss_on_host(self) -> float | None:
-        """The loss where reading it waits for nothing.
-
-        Takes no memory, as a sum of tensors would.
-        """
+    def __repr__(self) -> str:
+        """Return the loss and how the batch was split; waits for the device."""
         return (
-            None
-            if any(loss.device.type != "cpu" for loss in self._losses)
-            else sum(map(float, self._losses))
+            f"StepResult(loss={self._loss_text()}, pieces={len(self.partition)}, "
+            f"micro_batch_size={self.micro_batch_size}, ooms={self.ooms}, "
+            f"replayed_samples={self.replayed_samples})"
         )
 
-    def __format__(self, spec: str) -> str:
-        """The loss in an f-string: `f"{result:.4f}"`; waits for the device.
+    def _repr_html_(self) -> str:
+        """Return a notebook's view: loss, errors, and the pieces."""
+        facts = {
+            "loss": self._loss_text(),
+            "pieces": len(self.partition),
+            "micro-batch": self.micro_batch_size,
+            "out of memory": self.ooms,
+            "replayed samples": self.replayed_samples,
+        }
+        return result_html(facts, self.partition)
 
-        Without a format, the whole result.
-        """
+    def _loss_text(self) -> str:
+        try:
+            return f"{float(self):.6g}"
+        except RuntimeError:  # a lost device, or one without data
+            return "?"
+
+    def __format__(self, spec: str) -> str:
+        """Return the loss in a format, `f"{result:.4f}"`; without one, the whole result."""
         return format(float(self), spec) if spec else str(self)
 
     @property
     def outputs(self) -> Any:
-        """What `loss_fn` returned besides the loss, joined over the committed pieces in the batch's order, or None."""
+        """The values that `loss_fn` returned besides the loss, in the batch's order, or None."""
         if self._outputs:
             lengths = [stop - start for start, stop in self.partition]
             with on_host(all(stored is None or stored.on_host for stored in self._outputs)):
@@ -126,39 +133,35 @@ class StepResult:
             self._joined = self._joined.get()
         return self._joined
 
-    def of_batch(self, loss: Tensor, stored: StoredOutput | None) -> StepResult:
-        """Return the same result with a loss and outputs that come once for the whole batch."""
-        return replace(self, _losses=(loss,), _outputs=[], _joined=stored)
 
-    def check_size(
-        self, name: str, place: OutputPlace, warn_once: Callable[[str, str], None]
-    ) -> None:
-        """Warns where the outputs of the function called `name` take much memory."""
-        size = (
-            sum([stored.nbytes for stored in self._outputs if stored is not None])
-            if self._outputs
-            else 0
-        )
-        if size > MUCH:
-            warn_once(
-                f"outputs of {name}",
-                f"what {name} returns besides the loss takes {format_bytes(size)} for this batch "
-                f"(outputs={place!r}): return what you "
-                "read of it only (a decoder of transformers needs use_cache=False for that), or "
-                "say outputs=None",
-            )
+def loss_on_host(result: StepResult) -> float | None:
+    """Return the loss where reading it waits for nothing, without taking memory for a sum."""
+    losses = result._losses
+    if any(loss.device.type != "cpu" for loss in losses):
+        return None
+    return sum(map(float, losses))
+
+
+def of_batch(result: StepResult, loss: Tensor, stored: StoredOutput | None) -> StepResult:
+    """Return the same result with a loss and outputs that come once for the whole batch."""
+    return replace(result, _losses=(loss,), _outputs=[], _joined=stored)
+
+
+def stored_bytes(result: StepResult) -> int:
+    """Return the size of the outputs that have not been joined yet."""
+    return sum(stored.nbytes for stored in result._outputs if stored is not None)
 
 
 @dataclass
 class Stats:
-    """What a runtime has been through since it was made.
+    """The totals over all calls of a runtime.
 
     Attributes:
         calls: training calls that finished.
         samples: samples in them.
         pieces: micro-batches that committed.
-        ooms: out-of-memory errors survived, those of `eval` too.
-        replayed_samples: samples that were run again, those of `eval` too.
+        ooms: out-of-memory errors survived, those of `evaluate` too.
+        replayed_samples: samples that were run again, those of `evaluate` too.
         sizes: how many calls ended at each micro-batch size.
         graphs: graphs that `torch.compile` made while a call ran: a piece of a new length can need
             one.
@@ -172,23 +175,24 @@ class Stats:
     sizes: dict[int, int] = field(default_factory=dict)
     graphs: int = 0
 
-    def add(self, result: StepResult, samples: int, *, training: bool) -> None:
-        """Counts one finished call."""
-        self.ooms += result.ooms
-        self.replayed_samples += result.replayed_samples
-        if training:
-            self.calls += 1
-            self.samples += samples
-            self.pieces += len(result.partition)
-            self.sizes[result.micro_batch_size] = self.sizes.get(result.micro_batch_size, 0) + 1
 
-    def copy(self) -> Stats:
-        """A copy that does not change any more."""
-        return replace(self, sizes=dict(self.sizes))
+def add_to(stats: Stats, result: StepResult, samples: int, *, training: bool) -> None:
+    """Count one finished call."""
+    stats.ooms += result.ooms
+    stats.replayed_samples += result.replayed_samples
+    if training:
+        stats.calls += 1
+        stats.samples += samples
+        stats.pieces += len(result.partition)
+        size = result.micro_batch_size
+        stats.sizes[size] = stats.sizes.get(size, 0) + 1
 
 
 class StoredOutput:
-    """One piece's outputs, detached, and on their way to the host where that was asked for: `get` waits for the copy, storing does not."""
+    """One piece's outputs, detached, and on their way to the host where that was asked for.
+
+    Storing does not wait for the copy, `get` does.
+    """
 
     def __init__(self, value: Any, place: OutputPlace) -> None:
         self.on_host = place == "cpu"
@@ -225,18 +229,18 @@ class StoredOutput:
             return copy
         virtual = (budget := MemoryBudget.current()) is not None and budget.covers(tensor.device)
         with on_host(virtual):
-            # what the step did not compute (a buffer, say) can change later
+            # a tensor that the step did not compute (a buffer, say) can change later
             return tensor.to("cpu", copy=virtual or not own)
 
     def get(self) -> Any:
-        """The outputs, once the copy is done."""
+        """Return the outputs, once the copy is done."""
         for event in self._events.values():  # cuda-only
             event.synchronize()
         return self._value
 
 
 def check_not_overwritten(stored: list[StoredOutput | None]) -> None:
-    """Refuses outputs on the device that a later piece has written over."""
+    """Refuse outputs on the device that a later piece has written over."""
     kept = [piece.kept for piece in stored if piece is not None]
     pieces = Counter(chain.from_iterable(kept))
     if any(
@@ -246,8 +250,8 @@ def check_not_overwritten(stored: list[StoredOutput | None]) -> None:
     ):
         raise UsageError(
             "an output was overwritten by a later piece: the function returns the same memory "
-            "each time. Return a copy (output.clone()), or have "
-            'outputs moved to the host piece by piece (eval: to="cpu"; otherwise outputs="cpu")'
+            "each time. Return a copy (output.clone()), or have outputs moved to the host piece "
+            'by piece (outputs="cpu")'
         )
 
 
@@ -266,10 +270,11 @@ _CLOSED = (
 
 
 def map_outputs(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of `value`, of whatever objects it is made (a decoder's cache, say), with `fn` applied to each tensor once.
+    """Return a copy of `value` with `fn` applied to each tensor once.
 
-    Objects from which no tensor is reached are handed on. Those that cannot be deep-copied are,
-    too, and the tensors inside keep their graph.
+    `value` may be made of any objects (a decoder's cache, say). Objects from which no tensor is
+    reached are handed on. Objects that cannot be deep-copied are, too, and the tensors inside
+    keep their graph.
     """
     if kind_of(type(value)).role is Role.TENSOR:
         return fn(value)
@@ -279,13 +284,15 @@ def map_outputs(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:
-        # an object that is not to be copied can say so in any way, and a chain of objects can be
-        # too long
+        # an object may refuse to be copied in any way, and a chain of objects may be too long
         return map_tensors(value, fn)
 
 
 def _copied(value: Any, fn: Callable[[Tensor], Tensor]) -> dict[int, Any]:
-    """What `copy.deepcopy` is to take as copied, by id: tensors as `fn` has mapped them, and whatever reaches none as it is."""
+    """Return the memo for `copy.deepcopy`, by id.
+
+    Tensors are in it as `fn` has mapped them, and objects that reach no tensor as they are.
+    """
     found: dict[int, Any] = {}
     holders = defaultdict[int, list[int]](list)
     mapped: dict[int, Any] = {}

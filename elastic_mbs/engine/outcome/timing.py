@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from elastic_mbs.device import Accelerator, accelerator_of
-from elastic_mbs.engine.outcome.result import StepResult
+from elastic_mbs.engine.outcome.result import StepResult, loss_on_host
 from elastic_mbs.events import CallDone, CallFailed, EventLog
 from elastic_mbs.memory import Headroom, Monitor, UsageMeter
 
@@ -161,7 +161,7 @@ def _fetch(result: StepResult, accelerator: Accelerator | None) -> float | torch
     """Return the loss, where reading it at the end of the call waits for nothing; else None."""
     try:
         if accelerator is None or (home := accelerator_of(result.loss.device)) is None:
-            return result.loss_on_host()
+            return loss_on_host(result)
         if not home.copies_ahead:
             return None
         found = home.to_host(result.loss)

@@ -21,11 +21,10 @@ from elastic_mbs.memory import (
     Monitor,
     Reading,
     UsageMeter,
-    margin_of,
     oom,
-    refuse_devices,
     sensor_for,
 )
+from elastic_mbs.memory.host_guard import margin_of, refuse_devices
 from elastic_mbs.memory.sensor import trouble_with
 from elastic_mbs.options import Settings
 from elastic_mbs.rollback.buffers import BufferCopies
@@ -53,20 +52,28 @@ class Resources:
     """
 
     def __init__(
-        self, settings: Settings, model: TrainedModel, log: EventLog, *, enabled: bool = True
+        self, settings: Settings, model: TrainedModel, log: EventLog, *, exact: bool = True
     ) -> None:
+        """Make the resources.
+
+        Args:
+            settings: the options.
+            model: the modules.
+            log: the sinks.
+            exact: calls are replayed, so a device on which no replay is exact is refused.
+        """
         memory = settings.memory
         self.settings = settings
         self.model = model
         self.log = log
-        self.enabled = enabled
-        self.telemetry = Telemetry(log) if enabled and log.listened else None
+        self._exact = exact
+        self.telemetry = Telemetry(log) if log.listened else None
         self.ledger = Ledger()
         self.ledger.set_leaves(model.leaves)
         self.buffers = BufferCopies()
         self.sleep: Callable[[float], None] = time.sleep
         self.guard: HostGuard | None = None
-        if memory.host_guard is not False and enabled:
+        if memory.host_guard is not False:
             self.guard = HostGuard(
                 margin_of(memory.host_guard),
                 modules=model.modules,
@@ -90,11 +97,10 @@ class Resources:
         found, meter = sensor_for(self.devices[0])
         if isinstance(found, MemoryBudget):
             found.track(*self.model.roots)
-        if self.enabled:
+        if self._exact:
             oom.refuse_unrecognised(self.devices, settings.recovery.is_oom)
-        self.streams = RandomStreams(
-            settings.recovery.generators, self.devices if self.enabled else ()
-        )
+        drawn_from = self.devices if self._exact else ()
+        self.streams = RandomStreams(settings.recovery.generators, drawn_from)
         self.monitor = Monitor(
             memory.sensor or found,
             interval=memory.monitor_interval,

@@ -25,7 +25,12 @@ from torch import Tensor
 from elastic_mbs.batch.containers import map_tensors, tensors_in
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.engine.attempt import Attempt
-from elastic_mbs.engine.outcome.result import StepResult, StoredOutput, check_not_overwritten
+from elastic_mbs.engine.outcome.result import (
+    StepResult,
+    StoredOutput,
+    check_not_overwritten,
+    of_batch,
+)
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.passes import Pass
 from elastic_mbs.engine.two_pass.cache import EmbeddingCache, OverEmbeddings, has_gradient
@@ -248,7 +253,7 @@ class TwoPasses:
             lambda: streams.restore(ended),
         )
         parts.gradients.take_back()
-        return result.of_batch(cache.loss, cache.outputs)
+        return of_batch(result, cache.loss, cache.outputs)
 
     def close(self) -> None:
         """Drop the embeddings and their gradients."""

@@ -1,0 +1,220 @@
+"""The calls of one runtime, one after the other: how each is started, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.reader import BatchReader
+from elastic_mbs.batch.view import BatchView
+from elastic_mbs.engine.call import Call, one_pass
+from elastic_mbs.engine.micro_batch import MicroBatch, loop
+from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, stored_bytes
+from elastic_mbs.engine.parts import Batch, CallParts
+from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
+from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.engine.shared.running import running_call
+from elastic_mbs.engine.two_pass.passes import TwoPasses, Unweighted
+from elastic_mbs.errors import IncompleteBatchError
+from elastic_mbs.events import format_bytes
+from elastic_mbs.memory import oom
+from elastic_mbs.optimizer.guarded_step import GuardedStep
+from elastic_mbs.optimizer.unfinished import StepWatch
+from elastic_mbs.options import OutputPlace
+
+# bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a
+# decoder's cache
+MUCH = 2**30
+
+
+KEPT = 500  # calls in the history
+
+
+class Calls:
+    """The calls of one runtime. `elastic_mbs.disabled.DisabledCalls` has the same methods.
+
+    Attributes:
+        last_result: result of the latest training call.
+        stats: totals over all calls.
+        history: size at the end and out-of-memory errors of each of the last training calls.
+        current: the call that runs, or that a loop has left early.
+    """
+
+    def __init__(self, resources: Resources, knowledge: Knowledge, batches: BatchReader) -> None:
+        self.last_result: StepResult | None = None
+        self.stats = Stats()
+        self.history: deque[tuple[int, int]] = deque(maxlen=KEPT)
+        self.current: Call | None = None
+        self._resources = resources
+        self._knowledge = knowledge
+        self._batches = batches
+        self._steps = StepWatch()
+        self._guarded_step = GuardedStep(resources)
+
+    # ------------------------------------------------------------------ lifetime
+
+    def open(self) -> None:
+        """Start the memory monitor, and follow the optimizers' steps."""
+        self._resources.monitor.start()
+        self._steps.start()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Check for unfinished work at the end of a `with` block, which ends by `error` or None."""
+        if error is None:
+            self.check_complete()
+            return
+        is_oom = self._resources.settings.recovery.is_oom
+        if isinstance(error, Exception) and oom.classify(error, is_oom) is not None:
+            left = self._steps.left_behind()
+            if left is not None:
+                error.add_note(f"elastic_mbs: {left}.")
+
+    def close(self) -> None:
+        """End an unfinished batch, stop all watching, and write out what sinks hold."""
+        if self.current is not None and not self.current.finished:
+            self.current.abort(IncompleteBatchError("closed in the middle of a batch"))
+        resources = self._resources
+        resources.monitor.stop()
+        self._steps.stop()
+        if resources.guard is not None:
+            resources.guard.lift()
+        try:
+            if resources.telemetry is not None:
+                resources.telemetry.rest()
+        finally:  # a user's sink may raise
+            resources.log.close()
+
+    def check_complete(self) -> None:
+        """Raise an `IncompleteBatchError` for a loop that was left early."""
+        call = self.current
+        if call is not None and not call.finished and not call.inside:
+            error = call.left_early()
+            call.abort(error)
+            raise error
+
+    @property
+    def total(self) -> Any:
+        """The counts of the batch that is running; None between calls."""
+        call = self.current
+        return None if call is None or call.finished else call.totals
+
+    # ------------------------------------------------------------------ the doors
+
+    def backward(
+        self,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> StepResult:
+        """Run `loss_fn` on every piece. See `ElasticMBS.backward`."""
+        name, identity = names_of(loss_fn)
+        view, counts = self._read(batch, name, (args, kwargs))
+        call = self._begin(Batch(view, counts, name, identity))
+        with call:
+            call.run(loss_fn, args, kwargs)
+        return self._finish(call)
+
+    def backward_embeddings(
+        self, embed_fn: Callable[[Any], Any], loss_fn: Callable[[Any], Any], batch: Any
+    ) -> StepResult:
+        """Run `embed_fn` on every piece, twice. See `ElasticMBS.backward_embeddings`."""
+        name, identity = names_of(embed_fn)
+        view, _ = self._read(batch, name, counted=False)
+        counts = Unweighted.samples(view.length)
+        work = Batch(view, counts, name, (identity, names_of(loss_fn)[1]))
+        passes: list[TwoPasses] = []
+
+        def made(parts: CallParts) -> TwoPasses:
+            passes.append(TwoPasses(parts, loss_fn))
+            return passes[0]
+
+        self.current = call = Call(self._resources, self._knowledge, work, made)
+        with call:
+            call.run(passes[0].embed(embed_fn))
+        return self._finish(call)
+
+    def micro_batches(self, batch: Any, name: str, *, own_graph: bool) -> Iterator[MicroBatch]:
+        """Return the loop over the pieces. See `ElasticMBS.micro_batches`."""
+        view, counts = self._read(batch, name)
+        call = self._begin(Batch(view, counts, name, name, own_graph=own_graph))
+        return loop(call, self._finish)
+
+    def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace) -> Any:
+        """Run `fn` on every piece and join its outputs. See `ElasticMBS.evaluate`."""
+        name, identity = names_of(fn)
+        view, counts = self._read(batch, name, counted=False)
+        work = Batch(view, counts, name, identity, training=False)
+        call = self._begin(work, outputs)
+        with call, torch.no_grad():
+            call.run(fn)
+        return self._finish(call).outputs
+
+    def optimizer_step(self, optimizer: Optimizer, closure: object) -> None:
+        """Step the optimizer, or leave it as it was. See `ElasticMBS.optimizer_step`."""
+        self.check_complete()
+        if (call := running_call()) is not None:
+            call.check_step(optimizer)
+        try:
+            self._guarded_step(optimizer, closure)
+        finally:
+            self._steps.begun = None  # it has answered for its step
+
+    # ------------------------------------------------------------------ how a call starts and ends
+
+    def _begin(self, batch: Batch, outputs: OutputPlace = None) -> Call:
+        """Begin a call with one pass over its batch."""
+        place = self._resources.settings.outputs if batch.training else outputs
+        passes = one_pass(training=batch.training, outputs=place)
+        self.current = Call(self._resources, self._knowledge, batch, passes)
+        return self.current
+
+    def _read(
+        self,
+        batch: Any,
+        name: str,
+        given: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {}),
+        *,
+        counted: bool = True,
+    ) -> tuple[BatchView, Counts]:
+        """Check that no call is unfinished, and read the batch of the next one."""
+        self.check_complete()
+        resources = self._resources
+        if self._steps.begun and (left := self._steps.left_behind()) is not None:
+            resources.warn("optimizer-step", left, once=False)
+        resources.wake()
+        read = partial(self._batches.read, batch, name, given, training=counted)
+        return resources.retry("look at the batch and count the loss terms", read)
+
+    def _finish(self, call: Call) -> StepResult:
+        """Keep the result of a call that is done, and tell those who listen."""
+        result = call.result
+        assert result is not None
+        if self.current is call:
+            self.current = None  # it holds the batch
+        parts, training = call.parts, call.parts.batch.training
+        add_to(self.stats, result, parts.batch.view.length, training=training)
+        self.stats.graphs += parts.report.graphs()
+        if training:
+            self.last_result = result
+            self.history.append((result.micro_batch_size, result.ooms))
+            self._check_size(result, parts.key.name)
+        parts.report.done(result, training=training)
+        return result
+
+    def _check_size(self, result: StepResult, name: str) -> None:
+        """Warn once where the outputs of the function called `name` take much memory."""
+        size = stored_bytes(result)
+        if size > MUCH:
+            self._resources.warn(
+                f"outputs of {name}",
+                f"what {name} returns besides the loss takes {format_bytes(size)} for this batch "
+                f"(outputs={self._resources.settings.outputs!r}): return what you read of it only "
+                "(a decoder of transformers needs use_cache=False for that), or say outputs=None",
+            )
