@@ -1,4 +1,4 @@
-"""The example scripts in tools/examples run as they are: they train, memory runs out, and the last line tells how often."""
+"""The example scripts in examples run as they are: they train, memory runs out, and the last line tells how often."""
 
 import re
 import runpy
@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.room import ROOT
 
-SCRIPTS = sorted((ROOT / "tools" / "examples").glob("*.py"))
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.mark.no_oom_injection

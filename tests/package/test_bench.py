@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.bench import __main__ as bench
-from tools.bench.compete import compete
-from tools.bench.contenders import Elastic, Planned
-from tools.bench.job import Task
-from tools.bench.models import MODELS
-from tools.bench.rows import fault, idle, settled, whole_run
-from tools.bench.sweep import Sweep
+from benchmarks.bench import __main__ as bench
+from benchmarks.bench.compete import compete
+from benchmarks.bench.contenders import Elastic, Planned
+from benchmarks.bench.job import Task
+from benchmarks.bench.models import MODELS
+from benchmarks.bench.rows import fault, idle, settled, whole_run
+from benchmarks.bench.sweep import Sweep
 
 
 def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.bench_overhead import Estimate, judge, median_of
+from benchmarks.breakdown import make_runtime
+from benchmarks.workloads import MAKERS, calibrated, with_pieces
 from tests.helpers.steps import grads, there
 from tools import bench_overhead
-from tools.bench_overhead import Estimate, judge, median_of
-from tools.breakdown import make_runtime
-from tools.workloads import MAKERS, calibrated, with_pieces
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tools.papers import goyal, mbs, smith
-from tools.papers.common import digits
+from benchmarks.papers import goyal, mbs, smith
+from benchmarks.papers.common import digits
 
 
 @pytest.mark.parametrize(
