@@ -192,6 +192,14 @@ def test_a_machine_without_the_library_says_why(
     assert f"this is {system} {libc}".rstrip() in str(fences.trouble())
 
 
+def test_without_its_source_the_shim_names_the_way_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fences, "SOURCE", tmp_path / "fence.c")
+    with pytest.raises(UsageError, match="pip download --no-deps --no-binary elastic-mbs"):
+        fences.library.__wrapped__()
+
+
 def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,6 +19,8 @@ from typing import NoReturn
 
 from elastic_mbs.errors import UsageError
 
+from .. import sources
+
 HERE = Path(__file__).parent
 RUNTIME, OPERATIONS = "libcudart.so.13", "libsimcuda_operations.so"
 NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")  # under which the runtime is looked for, too
@@ -61,7 +63,7 @@ def trouble() -> str | None:
         return f"the simulated CUDA needs the headers that torch's CUDA wheels bring, and they are not in {_headers()[0]}: {WAY_OUT}"
     if shutil.which(_compiler()[0]) is None:
         return f"the simulated CUDA needs a C++ compiler, and there is no {_compiler()[0]!r}: install one (apt install g++), or name yours in CXX"
-    return None
+    return sources.missing(HERE / "runtime", "the simulated CUDA")
 
 
 def trouble_here() -> str | None:
@@ -109,13 +111,12 @@ def built() -> Path:
     problem = trouble()
     if problem is not None:
         raise UsageError(problem)
-    sources = sorted(HERE.glob("*/*.*"))
     key = hashlib.sha256(
         b"\0".join(
             [
                 _torch().as_posix().encode(),
                 importlib.metadata.version("torch").encode(),
-                *(p.read_bytes() for p in sources),
+                *(path.read_bytes() for path in sorted(HERE.glob("*/*.*"))),
             ]
         )
     )
