@@ -1,0 +1,42 @@
+"""What is published agrees with itself: versions, classifiers and the matrix of the tests."""
+
+import re
+import tomllib
+from typing import Any
+
+import yaml
+
+import elastic_mbs
+from tests.helpers.room import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def read_yaml(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_one_version_everywhere() -> None:
+    assert read_yaml("CITATION.cff")["version"] == elastic_mbs.__version__
+    entry = re.search(r"^## .*?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert entry
+    assert entry[1] == elastic_mbs.__version__
+
+
+def test_the_tests_run_on_what_the_classifiers_name() -> None:
+    matrix = read_yaml(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]
+    named = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if ":: 3." in each]
+    assert matrix["python"] == named
+    assert PROJECT["requires-python"] == f">={named[0]}"
+    oldest = next(need for need in PROJECT["dependencies"] if need.startswith("torch"))
+    assert matrix["torch"] == [f"torch=={oldest.removeprefix('torch>=')}.*", "torch"]
+
+
+def test_the_checks_are_parts_of_ci() -> None:
+    jobs = read_yaml(".github/workflows/tests.yml")["jobs"]
+    parts = re.findall(r'^  "(\w+) ', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert {*jobs["checks"]["strategy"]["matrix"]["part"], "docs", "test"} == {*parts}
+
+
+def test_what_is_published_needs_no_tools() -> None:
+    assert {"dev", "docs", "test"} & {*PROJECT["optional-dependencies"]} == set()
