@@ -76,7 +76,7 @@ format: .venv/installed
 # The source distribution and the wheel.
 dist: .venv/installed
 	@rm -rf dist
-	@$(BIN)/python -m hatchling --no-color build > /dev/null
+	@$(BIN)/python -m hatchling build > /dev/null
 
 # A clean environment, an empty folder, and nothing of the working tree on the path. The sources of
 # C and C++ are in the source distribution alone.

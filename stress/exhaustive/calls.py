@@ -1,4 +1,4 @@
-"""The ways to use a runtime, each with what it may and what it must change."""
+"""Ways to use a runtime, each with the changes that it may and must make."""
 
 from __future__ import annotations
 
@@ -34,21 +34,24 @@ class Call:
     target: Target
     case: Subject
     mbs: ElasticMBS
-    user_code: Callable[[], None] = lambda: None  # is called when the user's code runs
+    user_code: Callable[[], None] = lambda: None  # called when the user's code runs
 
-    gradients = True  # whether it may leave gradients behind when it fails, and says so
+    gradients = True  # may leave gradients behind when it fails, and says so
 
     @property
     def batch(self) -> Any:
         return self.case.batch(0)
 
     def loss(self, batch: Any) -> Any:
-        """The user's code."""
+        """Run the user's code."""
         self.user_code()
         return self.case.loss_fn(batch)
 
     def backward(self) -> StepResult:
-        """The first door; a loss over embeddings gets a part of the batch beside them, which it returns as outputs."""
+        """Call `backward`.
+
+        A loss over embeddings gets a part of the batch beside them, and returns it as outputs.
+        """
         if (over := self.case.over) is None:
             return self.mbs.backward(self.loss, self.batch)
         return self.mbs.backward(
@@ -58,25 +61,31 @@ class Call:
         )
 
     def prepare(self) -> None:
-        """Brings the case to where the call begins."""
+        """Bring the case to the state in which the call begins."""
 
     def perform(self) -> Any:
         raise NotImplementedError
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        """The largest difference of a number from what it should be; WrongOutcomeError where it is too large, or more has changed than may."""
+        """Return the largest difference of a number from the reference.
+
+        Raises a WrongOutcomeError where it is too large, or more has changed than may.
+        """
         raise NotImplementedError
 
     def judge_failed(self, start: State, end: State, notes: str) -> None:
-        """WrongOutcomeError where a call that has failed has changed more than its error's notes say."""
+        """Check that a failed call has changed no more than its error's notes say.
+
+        Raises a WrongOutcomeError otherwise.
+        """
         start.demand_kept(end, notes if self.gradients else "")
 
     def is_whole(self, start: State, end: State) -> bool:
-        """Whether all was done when an interrupt came, where that is as good as nothing."""
+        """Return whether all was done when an interrupt came, where that is allowed."""
         return False
 
     def keeper(self) -> Callable[[], None]:
-        """A function that puts everything back to where it is now."""
+        """Return a function that puts everything back to the present state."""
         leaves = self.case.leaves()
         start, objects = State.of(leaves, self.case.model), [leaf.grad for leaf in leaves]
         batch = map_tensors(self.batch, lambda t: t.detach().clone())
@@ -91,20 +100,20 @@ class Call:
         return put_back
 
     def warm_up(self) -> None:
-        """One clean call, and everything it changed put back."""
+        """Make one clean call, and put everything back that it changed."""
         put_back = self.keeper()
         self.perform()
         put_back()
 
 
 def one_of(batch: Any) -> Tensor:
-    """A copy of a tensor of the batch."""
+    """Return a copy of a tensor of the batch."""
     found: Tensor = tensors_in(batch)[0]
     return found.detach() * 1
 
 
 class Loop(Call):
-    """The third door, the loop written out."""
+    """The loop written out."""
 
     def perform(self) -> Any:
         return by_loop(self.mbs, self.loss, self.batch)
@@ -124,7 +133,7 @@ class Loop(Call):
 
 
 class Backward(Loop):
-    """The first door, with outputs where the loss leaves room for them."""
+    """`backward`, with outputs where the loss leaves room for them."""
 
     def loss(self, batch: Any) -> Any:
         loss = super().loss(batch)
@@ -155,7 +164,7 @@ class Reading(Call):
         self._result = self.backward()
 
     def warm_up(self) -> None:
-        """There is no second first time."""
+        """Do nothing: there is no second first reading."""
 
     def perform(self) -> float:
         return float(self._result)
@@ -169,7 +178,7 @@ class Reading(Call):
 
 
 class Evaluation(Call):
-    """`eval`, whose function gives a loss for each piece, and a tensor whose pieces are joined."""
+    """`eval` of a function that gives a loss for each piece, and a tensor that is joined."""
 
     gradients = False
 
@@ -208,7 +217,10 @@ class Evaluation(Call):
 
 @lru_cache(maxsize=1024)
 def evaluated(target: Target, pieces: Partition) -> tuple[dict[str, Tensor], State]:
-    """The losses of these pieces without a graph, by name ("" where there is one), and the state after them."""
+    """Return the losses of these pieces without a graph, and the state after them.
+
+    Losses come by name, "" where there is one.
+    """
     case = target.plain()
     view = view_of(case, case.batch(0))
     losses: dict[str, list[Tensor]] = {}
@@ -245,7 +257,7 @@ def verified(target: Target) -> str:
 
 
 class OptimizerStep(Call):
-    """`optimizer_step`, of an optimizer whose state is made by its first step."""
+    """`optimizer_step` of an optimizer whose first step makes its state."""
 
     def prepare(self) -> None:
         leaves, streams = self.case.leaves(), Streams.now()
@@ -283,7 +295,7 @@ class OptimizerStep(Call):
         return False
 
     def keeper(self) -> Callable[[], None]:
-        # a gradient that has been unscaled must stay so: the scaler remembers it
+        # A gradient that has been unscaled must stay so: the scaler remembers it.
         return lambda: None
 
     def judge_failed(self, start: State, end: State, notes: str) -> None:
@@ -299,7 +311,7 @@ class OptimizerStep(Call):
 
 @lru_cache(maxsize=256)
 def stepped(target: Target, warm: bool) -> tuple[State, Any]:
-    """Parameters and the optimizer's state after a plain step."""
+    """Return the parameters and the optimizer's state after a plain step."""
     case = target.plain()
     with ElasticMBS(case.model) as mbs:
         call = OptimizerStep(target, case, mbs)

@@ -1,4 +1,4 @@
-"""What a call of a case has to leave behind: what an accumulation loop written by hand, without the runtime, gives over the same pieces."""
+"""Checks of a call against an accumulation loop by hand over the same pieces."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from ..reference.by_hand import Partition, add_up, check_covered
 from ..reference.state import State, demand, error_of
 
 TOLERANCE = 1e-12
-# part of the largest gradient that a leaf's counts as at least beside the whole batch's: one that
-# cancels is as exact as its terms
+# Smallest part of the largest gradient that a leaf's counts as, beside the whole batch's: one that
+# cancels is as exact as its terms.
 FLOOR = 1e-2
-SCALE = 4.0  # what a GradScaler multiplies by
+SCALE = 4.0  # factor of a GradScaler
 
 
 def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tensor]:
-    """Adds the gradient of a whole batch's loss to a setup, over these pieces; returns the loss, and the scores of the pieces in their order."""
+    """Add the gradient of a whole batch's loss to a setup, over these pieces.
+
+    Returns the loss, and the scores of the pieces in their order.
+    """
     plan, scores = setup.plan, list[Tensor]()
     view, counts = BatchView(batch, CONTAINERS[plan.container].dims), counts_by_hand(plan, batch)
 
@@ -38,7 +41,7 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tens
         own = {name: sum(each[start:stop], Fraction(0)) for name, each in counts.items()}
         demand(any(own.values()), f"samples {start}:{stop} were run, and nothing in them counts")
         if plan.reduction == "sum":
-            # a mean over nothing is 0/0, and left out
+            # A mean over nothing is 0/0, and left out.
             return {name: float(bool(part)) for name, part in own.items()}
         return {name: float(part / sum(counts[name], Fraction(0))) for name, part in own.items()}
 
@@ -49,7 +52,7 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tens
 
 
 def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> None:
-    """The pieces cover the batch once, in its order, and keep to the options."""
+    """Check that the pieces cover the batch once, in its order, and keep to the options."""
     counts = counts_by_hand(plan, batch)
     ranges = sorted([*result.partition, *result.skipped])
     check_covered(ranges, plan.samples, where)
@@ -79,7 +82,10 @@ def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> N
 def check_result(
     before: Setup, start: State, real: Setup, result: StepResult, batch: Any, where: str
 ) -> float:
-    """All is as a loop by hand over the same pieces makes it of `before`, gradients also as the whole batch's; returns the largest error of one."""
+    """Check a result against a loop by hand over the same pieces, made on `before`.
+
+    Gradients are compared with the whole batch's, too. Returns their largest error.
+    """
     plan, now = real.plan, State.of(real.leaves(), real.model)
     twin, whole = before.twin(), before.twin()
     start.streams.restore()
@@ -96,7 +102,7 @@ def check_result(
     _check_outputs(plan, result.outputs, scores, where)
     if plan.separable:
         accumulate(whole, map_tensors(batch, torch.clone), [(0, plan.samples)])
-        # a piece of samples that count nothing is left out, and with it what only they reach
+        # A piece of samples that count nothing is left out, and with it all that only they reach.
         error = error_of(
             _with_zeros(real.grads(), whole.grads(), left_out=True), whole.grads(), floor=FLOOR
         )
@@ -109,7 +115,10 @@ def check_result(
 def _with_zeros(
     grads: list[Tensor | None], others: list[Tensor | None], *, left_out: bool
 ) -> list[Tensor | None]:
-    """Gradients, with zeros for none where samples that count nothing were left out: beside others they add zeros to leaves that only they reach."""
+    """Return gradients, with zeros for none where samples that count nothing were left out.
+
+    Beside others they add zeros to leaves that only they reach.
+    """
     pairs = zip(grads, others, strict=True)
     return [
         torch.zeros_like(b)

@@ -1,4 +1,7 @@
-"""Whether a model can be trained under stress: it is made the same each time, its step runs, and there is something to compare."""
+"""Checks of a model before training under stress.
+
+It is made the same each time, its step runs, and there is something to compare.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from .reference import generators_of, norm_of, relative, rounding_of, state_of, 
 
 
 def check(model: str, seed: int, device: str) -> None:
-    """Makes a subject twice, compares, and runs one step. UsageError where it cannot be used."""
+    """Make a subject twice, compare, and run a step.
+
+    Raises a UsageError where it cannot be used.
+    """
     first, second = make(model, seed, device), make(model, seed, device)
     if weight_difference(state_of(first.model), state_of(second.model)) > 0:
         raise UsageError(
@@ -48,7 +54,7 @@ def check(model: str, seed: int, device: str) -> None:
 
 
 def _run(subject: Subject, model: str, device: str) -> None:
-    """Runs the first batch, and its loss once more from the same streams and buffers."""
+    """Run the first batch, and its loss once more from the same streams and buffers."""
     with naming(model, f"its step fails on its first batch{_batch_in_words(subject)}"):
         view = view_of(subject, batch_of(subject, 0, device))
         streams, buffers = (
@@ -84,11 +90,14 @@ def _run(subject: Subject, model: str, device: str) -> None:
 
 
 def _batch_in_words(subject: Subject) -> str:
-    """A hint for the usual mistake: one batch of several parts in the place of a list of batches."""
+    """Return a hint for the usual mistake: a batch of parts in place of a list of batches."""
     if isinstance(subject.batches, tuple) and all(
         isinstance(each, Tensor) for each in subject.batches
     ):
-        return f" (batches are a tuple of {len(subject.batches)} tensors, each of which is taken for a batch: is it one batch? then give [batch])"
+        return (
+            f" (batches are a tuple of {len(subject.batches)} tensors, each of which is taken for "
+            "a batch: is it one batch? then give [batch])"
+        )
     return ""
 
 
