@@ -76,7 +76,7 @@ format: .venv/installed
 # The source distribution and the wheel.
 dist: .venv/installed
 	@rm -rf dist
-	@$(BIN)/python -m hatchling build > /dev/null
+	@found=$$($(BIN)/python -m hatchling build 2>&1) || { echo "$$found"; exit 1; }
 
 # A clean environment, an empty folder, and nothing of the working tree on the path. The sources of
 # C and C++ are in the source distribution alone.

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What pieces by length save on text of varying length, against the padded accumulation loop that one would write by hand.
+"""Speed of pieces by length on text of varying length, against a padded loop by hand.
 
-    python benchmarks/bench_lengths.py [--device cuda] [--samples 64] [--longest 320] [--size 8] [--json
-    FILE]
+    python benchmarks/bench_lengths.py [--device cuda] [--samples 64] [--longest 320] [--size 8]
+                                       [--json FILE]
 
 The text is Python's own library, cut at its blank lines; a batch is padded to its longest passage.
 All loops give the same gradient, and hold at most as much at once as `--size` of the longest
 passages. They run on the same batches, in one process, in turns, in an order drawn for each. A
 figure is the median of the ratios to the padded loop by hand, with a bootstrap interval; "padded
-again" is what the method reads where nothing differs.
+again" is the method's reading where nothing differs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from elastic_mbs.cli.demo.text import IGNORED, Batch, collate, read_documents
 PROMISE = 1.35
 """Smallest speed of by_length, as a multiple of the padded loop's by hand."""
 PADDED = "padded by hand"
-# samples of a piece, and the length that they are trimmed to
+# Samples of a piece, and the length that they are trimmed to.
 Ranges = Iterator[tuple[list[int], int]]
 Step = Callable[[Batch], int]  # → pieces
 
@@ -63,7 +63,7 @@ class Row:
 
 
 def make_batches(count: int, samples: int, longest: int, seed: int) -> list[Batch]:
-    """Batches of real text with a mask, as a data loader would give them."""
+    """Return batches of real text with a mask, as a data loader would give them."""
     documents = read_documents(None, count=count * samples, longest=longest, seed=seed)
     batches = [
         collate(documents[start : start + samples]) for start in range(0, len(documents), samples)
@@ -72,14 +72,14 @@ def make_batches(count: int, samples: int, longest: int, seed: int) -> list[Batc
 
 
 def padding(batches: Sequence[Batch]) -> float:
-    """The fraction of all positions that is padding."""
+    """Return the fraction of all positions that is padding."""
     return 1 - sum(int(batch["mask"].sum()) for batch in batches) / sum(
         batch["mask"].numel() for batch in batches
     )
 
 
 def in_order(lengths: list[int], size: int, width: int) -> Ranges:
-    """So many samples at a time, padded as they come."""
+    """Yield pieces of `size` samples, padded as they come."""
     return (
         (list(range(start, min(start + size, len(lengths)))), width)
         for start in range(0, len(lengths), size)
@@ -87,7 +87,7 @@ def in_order(lengths: list[int], size: int, width: int) -> Ranges:
 
 
 def sorted_by_hand(lengths: list[int], size: int, width: int) -> Ranges:
-    """The same in order of length, trimmed."""
+    """Yield pieces of `size` samples in order of length, trimmed."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     return (
         (order[start : start + size], lengths[order[start]]) for start in range(0, len(order), size)
@@ -95,7 +95,7 @@ def sorted_by_hand(lengths: list[int], size: int, width: int) -> Ranges:
 
 
 def by_tokens(lengths: list[int], size: int, width: int) -> Ranges:
-    """The same, with as many samples as have the tokens of `size` of the longest."""
+    """Yield trimmed pieces with at most the tokens of `size` of the longest samples."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     while order:
         length = lengths[order[0]]
@@ -105,7 +105,7 @@ def by_tokens(lengths: list[int], size: int, width: int) -> Ranges:
 
 
 class Loops:
-    """The loops over one model, each a function of a batch on the host that gives the number of its pieces."""
+    """The loops over one model: functions of a batch on the host that return its pieces."""
 
     def __init__(self, model: GPT, size: int, device: torch.device, stack: ExitStack) -> None:
         self.model, self.size, self.device = model, size, device
@@ -133,7 +133,7 @@ class Loops:
         return token_loss(piece, self.model)
 
     def by_hand(self, batch: Batch, cut: Callable[[list[int], int, int], Ranges]) -> int:
-        """Each piece's loss is weighed by its share of the batch's tokens."""
+        """Make a step in which each piece's loss weighs its share of the batch's tokens."""
         lengths = batch["mask"].sum(1).tolist()
         total, pieces = sum(lengths), 0
         for samples, length in cut(lengths, self.size, batch["mask"].shape[1]):
@@ -147,7 +147,7 @@ class Loops:
 
 
 def compare(loops: Loops, batches: Sequence[Batch], rounds: int, seed: int = 0) -> list[Row]:
-    """Runs all loops on each batch in turns, `rounds` times after a first time that does not count."""
+    """Run all loops on each batch in turns, `rounds` times after a first uncounted time."""
     rng = random.Random(seed)
     took: dict[str, list[float]] = {name: [] for name in loops.steps}
     pieces: dict[str, list[int]] = {name: [] for name in loops.steps}
@@ -174,7 +174,7 @@ def compare(loops: Loops, batches: Sequence[Batch], rounds: int, seed: int = 0) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns 1 where by_length is slower than promised for sure."""
+    """Measure and print; return 1 where by_length is slower than promised for sure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""What a call without events costs, against the accumulation loop that one would write by hand with the same micro-batch size.
+"""Cost of a call without events, against a loop by hand with the same micro-batch size.
 
     python benchmarks/bench_overhead.py [WORKLOAD …] [--device cuda] [--breakdown] [--json FILE]
 
 Both loops train the same model on the same batch, in one process, step by step in turns, in an
 order drawn for each pair, so that neighbours on the machine, clocks and the place of tensors in
 memory hit both alike. The figure is the median of the pairs' ratios, with a bootstrap interval. A
-second run of the hand-written loop in each pair shows what the method itself reads where there is
-no difference.
+second run of the loop by hand in each pair shows the method's own reading where nothing differs.
 
 glibc gives freed memory at the top of its heap back to the kernel, and the next backward takes it
 again, page by page. Whether the top is free is luck of the layout: it differs from run to run of
@@ -38,7 +37,7 @@ from benchmarks.breakdown import SHOWN, WARM, Loop, Row, by_part, make_runtime, 
 from benchmarks.workloads import MAKERS, Workload, calibrated, wait
 
 PROMISE = 0.01
-"""Largest overhead, as a fraction of the hand-written loop's time."""
+"""Largest overhead, as a fraction of the loop by hand's time."""
 FOR_THE_TABLE = ("mlp", "cnn", "gpt", "deep")
 FOR_THE_BREAKDOWN = ("small", "cold", "deep", "norms")
 RESAMPLES = 2000
@@ -69,7 +68,7 @@ class Result:
         by_hand: seconds of a step, median.
         elastic: seconds of a step, median.
         overhead: elastic / by hand - 1.
-        control: by hand / by hand - 1: what the method reads where there is nothing.
+        control: by hand / by hand - 1: the method's reading where nothing differs.
         cpu: the overhead in CPU time of the process, which others on the machine disturb less;
             means little where a GPU does the work.
         verdict: "holds", "broken", or "open" where the interval has the promise inside.
@@ -88,7 +87,10 @@ class Result:
 
 
 def median_of(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The median and its bootstrap interval (percentiles of the medians of resampled values)."""
+    """Return the median and its bootstrap interval.
+
+    The interval's ends are percentiles of the medians of resampled values.
+    """
     rng = random.Random(seed)
     medians = sorted(
         statistics.median(rng.choices(values, k=len(values))) for _ in range(RESAMPLES)
@@ -99,7 +101,7 @@ def median_of(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def judge(overhead: Estimate, pairs: int) -> str:
-    """What an interval says about the promise; that of a few pairs says nothing."""
+    """Return the verdict of an interval on the promise; a few pairs leave it open."""
     if pairs < ENOUGH:
         return "open"
     return "holds" if overhead.high <= PROMISE else "broken" if overhead.low > PROMISE else "open"
@@ -112,7 +114,7 @@ class _Took:
 
 
 def compare(workload: Workload, *, pairs: int, seconds: float, seed: int = 0) -> Result:
-    """Runs both loops in turns.
+    """Run both loops in turns.
 
     Args:
         workload: what to train.
@@ -163,7 +165,10 @@ def compare(workload: Workload, *, pairs: int, seconds: float, seed: int = 0) ->
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed, in one arena for all threads; does nothing with another C library."""
+    """Tell glibc to keep freed memory, in one arena for all threads.
+
+    Does nothing with another C library.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
@@ -171,11 +176,11 @@ def keep_freed_memory() -> None:
     trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # malloc.h
     mallopt(arena_max, 1)
     mallopt(trim_threshold, 2**30)
-    mallopt(mmap_threshold, 2**25)  # the most that it takes
+    mallopt(mmap_threshold, 2**25)  # the largest value that it takes
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """Where the figures come from."""
+    """Return the machine and the versions behind the figures."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -188,8 +193,11 @@ def environment(device: torch.device) -> dict[str, object]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as text."""
-    head = f"{'':6} {'pieces':>8} {'pairs':>5} {'by hand':>9} {'elastic':>9}  {'overhead, median [95 %]':28} {'control':28} {'CPU time':28} ≤ 1 %"
+    """Return the results as text."""
+    head = (
+        f"{'':6} {'pieces':>8} {'pairs':>5} {'by hand':>9} {'elastic':>9}  "
+        f"{'overhead, median [95 %]':28} {'control':28} {'CPU time':28} ≤ 1 %"
+    )
     lines = (
         f"{r.name:6} {f'{r.pieces} × {r.size}':>8} {r.pairs:5} {1e3 * r.by_hand:6.1f} ms "
         f"{1e3 * r.elastic:6.1f} ms  "
@@ -200,7 +208,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def breakdown_text(name: str, loop: Loop, rows: Sequence[Row]) -> str:
-    """One workload's breakdown as text."""
+    """Return one workload's breakdown as text."""
     opcodes = (
         f"{loop.opcodes_per_call:,.0f} and {loop.opcodes_per_piece:,.0f} operations of Python's"
     )
@@ -219,7 +227,7 @@ def breakdown_text(name: str, loop: Loop, rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns 1 where the promise is broken for sure."""
+    """Measure and print; return 1 where the promise is broken for sure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,7 @@
-"""Where the engine's microseconds go in a call without events: a profile by function, and what a call and a piece cost."""
+"""Microseconds of the engine in a call without events.
+
+A profile by function, and the cost of a call and of a piece.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +28,26 @@ SHOWN = 25
 
 @dataclass(frozen=True)
 class Row:
-    """What one function of the engine takes in a call, with the built-in functions that it calls."""
+    """Cost of one function of the engine in a call, with the built-in functions that it calls."""
 
-    part: str  # module and name; "user" for all that is not the engine's
+    part: str  # module and name; "user" for everything outside the engine
     micros: float  # microseconds in a call
-    times: float  # how often it runs in a call
+    times: float  # runs in a call
 
 
 def by_part(workload: Workload, calls: int, seconds: float) -> list[Row]:
-    """What each function of the engine takes in a call without events, the most expensive first, last the user's own forward and backward.
+    """Return the cost of each function of the engine in a call without events.
 
-    The profiler adds about half a microsecond to each run of a function.
+    The most expensive comes first, the user's own forward and backward last. The profiler adds
+    about
+    half a microsecond to each run of a function.
 
     Args:
         workload: what to train.
         calls: how many to measure at most.
         seconds: time at most; five calls are run all the same.
     """
-    # processor time: neighbours on the machine do not count
+    # Processor time: neighbours on the machine do not count.
     profile, done = cProfile.Profile(time.process_time), 0
     with make_runtime(workload) as mbs:
         for _ in range(WARM):
@@ -57,7 +62,7 @@ def by_part(workload: Workload, calls: int, seconds: float) -> list[Row]:
     times: dict[str, int] = defaultdict(int)
     for code in profile.getstats():
         if isinstance(code.code, str):
-            continue  # a built-in function: counted where it is called
+            continue  # a built-in function is counted where it is called
         path = Path(code.code.co_filename)
         part = (
             f"{path.relative_to(PACKAGE)}:{code.code.co_qualname}"
@@ -74,7 +79,7 @@ def by_part(workload: Workload, calls: int, seconds: float) -> list[Row]:
 
 @dataclass(frozen=True)
 class Loop:
-    """What a call takes more than the loop by hand: a straight line through several numbers of pieces.
+    """Cost of a call beyond the loop by hand: a straight line through several numbers of pieces.
 
     Attributes:
         per_call: microseconds of processor time for a call, whatever its number of pieces.
@@ -82,7 +87,7 @@ class Loop:
         opcodes_per_call: operations of Python's for a call.
         opcodes_per_piece: more for each piece. Unlike the time, these are the same on a busy
             machine.
-        extra: microseconds of a whole step, by its number of pieces: what the line goes through.
+        extra: microseconds of a whole step, by its number of pieces: the points of the line.
     """
 
     per_call: float
@@ -93,7 +98,7 @@ class Loop:
 
 
 def per_call_and_piece(workload: Workload, rounds: int, seconds: float) -> Loop:
-    """What a call and a piece take beyond the loop by hand, from 1, 2, 4 … pieces.
+    """Return the cost of a call and of a piece beyond the loop by hand, from 1, 2, 4 … pieces.
 
     Medians of differences between neighbouring steps, taken in turns, in processor time of this
     thread, which runs backward too on a CPU. One number of pieces after the other, as a run has
@@ -152,7 +157,7 @@ def _seconds(run: Callable[[], object], workload: Workload) -> float:
 
 
 def _opcodes(run: Callable[[], object], workload: Workload) -> int:
-    """How many operations of Python's `run` takes on this thread, those of torch's own lines among them."""
+    """Return the operations of Python's that `run` takes on this thread, torch's included."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -172,9 +177,9 @@ def _opcodes(run: Callable[[], object], workload: Workload) -> int:
 
 
 def _line(points: Mapping[int, float]) -> tuple[float, float]:
-    """Least squares: where a straight line begins at 0, and how it rises.
+    """Return the start at 0 and the slope of a straight line, by least squares.
 
-    What was measured on n pieces has n times the variance.
+    A measurement on n pieces has n times the variance.
     """
     weight = sum(1 / x for x in points)
     middle, height = len(points) / weight, sum(y / x for x, y in points.items()) / weight
@@ -189,7 +194,7 @@ WARM = 10
 
 
 def make_runtime(workload: Workload) -> ElasticMBS:
-    """A runtime as a user would make it, whose size stays where it is."""
+    """Return a runtime as a user would make it, whose size stays where it is."""
     return ElasticMBS(
         workload.model,
         micro_batch_size=workload.size,

@@ -1,4 +1,4 @@
-"""What the benchmarks train, and the accumulation loop that a person would write by hand for it."""
+"""Workloads of the benchmarks, with the accumulation loop that a person would write by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Workload:
     """A model, its loss and one batch on the host.
 
     Attributes:
-        name: what it is called in tables.
+        name: name in tables.
         model: on `device`.
         loss_fn: piece → loss, the mean over the piece's samples (or over its tokens, where `count`
             is given).
@@ -52,7 +52,7 @@ class Workload:
         )
 
     def piece(self, start: int, stop: int) -> Any:
-        """Samples `start` to `stop`, on the device."""
+        """Return samples `start` to `stop`, on the device."""
         if isinstance(self.batch, Mapping):
             return {key: self._move(tensor[start:stop]) for key, tensor in self.batch.items()}
         return tuple(self._move(tensor[start:stop]) for tensor in self.batch)
@@ -61,7 +61,10 @@ class Workload:
         return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
     def by_hand(self) -> list[Tensor]:
-        """The loop that elastic_mbs stands in for: each piece's loss is weighed by its share of the batch's loss terms. Gives the pieces' losses."""
+        """Run the loop that elastic_mbs stands in for, and return the pieces' losses.
+
+        Each piece's loss weighs its share of the batch's loss terms.
+        """
         samples = self.samples
         counts = None if self.count is None else self.count(self.batch).tolist()
         total = samples if counts is None else sum(counts)
@@ -76,7 +79,9 @@ class Workload:
 
 
 class Residuals(nn.Module):
-    """Many small layers one after the other: what a step costs per module and per leaf shows here.
+    """Many small layers one after the other.
+
+    They show the cost of a step per module and per leaf.
 
     Args:
         layers: each has a Linear with a bias and an activation of its own: two modules and two
@@ -91,7 +96,7 @@ class Residuals(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, width) → (samples, 10)."""
+        """Map (samples, width) to (samples, 10)."""
         for linear, activation in zip(self.linears, self.activations, strict=True):
             x = x + 0.01 * activation(linear(x))
         out: Tensor = self.head(x)
@@ -99,7 +104,7 @@ class Residuals(nn.Module):
 
 
 def conv_net(channels: int, blocks: int) -> nn.Module:
-    """Convolutions with BatchNorm, as in an image classifier."""
+    """Return convolutions with BatchNorm, as in an image classifier."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, channels, 3, padding=1, bias=False),
         nn.BatchNorm2d(channels),
@@ -117,7 +122,7 @@ def conv_net(channels: int, blocks: int) -> nn.Module:
 def classifier(
     name: str, model: nn.Module, inputs: Tensor, size: int, device: torch.device
 ) -> Workload:
-    """`model` trained to tell ten classes apart by cross-entropy."""
+    """Return a workload that trains `model` to tell ten classes apart by cross-entropy."""
     model = model.to(device)
 
     def loss_fn(piece: Any) -> Tensor:
@@ -134,12 +139,12 @@ def classifier(
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """As a data loader gives it for a device: pinned for a GPU."""
+    """Return a tensor as a data loader gives it for a device: pinned for a GPU."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def make_mlp(size: int, device: torch.device) -> Workload:
-    """Four wide layers."""
+    """Return four wide layers."""
     wide = 4096 if device.type == "cuda" else 512
     model = nn.Sequential(
         nn.Linear(256, wide),
@@ -154,7 +159,7 @@ def make_mlp(size: int, device: torch.device) -> Workload:
 
 
 def make_cnn(size: int, device: torch.device) -> Workload:
-    """Eight convolutions with BatchNorm on 32 × 32 images."""
+    """Return eight convolutions with BatchNorm on 32 × 32 images."""
     return classifier(
         "cnn",
         conv_net(128 if device.type == "cuda" else 32, 7),
@@ -165,7 +170,10 @@ def make_cnn(size: int, device: torch.device) -> Workload:
 
 
 def make_gpt(size: int, device: torch.device) -> Workload:
-    """The demo's GPT on sequences of 128 tokens, of which the last are padding; counted in tokens."""
+    """Return the demo's GPT on sequences of 128 tokens.
+
+    It is counted in tokens, the last of which are padding.
+    """
     width, layers = (512, 8) if device.type == "cuda" else (128, 4)
     model = GPT(GPTConfig(context=128, width=width, heads=4, layers=layers)).to(device)
     samples, length = PIECES * size, 128
@@ -186,12 +194,15 @@ def make_gpt(size: int, device: torch.device) -> Workload:
 
 
 def make_deep(size: int, device: torch.device) -> Workload:
-    """A thousand modules and a thousand leaves, as in a large model: little work in each."""
+    """Return a thousand modules and a thousand leaves, as in a large model: little work in each."""
     return classifier("deep", Residuals(500, 64), torch.randn(PIECES * size, 64), size, device)
 
 
 def make_small(size: int, device: torch.device) -> Workload:
-    """26 leaves with little work in each, in up to 16 pieces: what the cost of a call and of a piece is measured on."""
+    """Return 26 leaves with little work in each, in up to 16 pieces.
+
+    The cost of a call and of a piece is measured on it.
+    """
     layers: list[nn.Module] = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.ReLU())]
     return classifier(
         "small", nn.Sequential(*layers, nn.Linear(16, 10)), torch.randn(16 * size, 16), size, device
@@ -199,12 +210,15 @@ def make_small(size: int, device: torch.device) -> Workload:
 
 
 def make_tiny(size: int, device: torch.device) -> Workload:
-    """Next to no work at all: what is left is the loop."""
+    """Return a workload with next to no work: the loop remains."""
     return classifier("tiny", nn.Linear(8, 10), torch.randn(PIECES * size, 8), size, device)
 
 
 def make_cold(size: int, device: torch.device) -> Workload:
-    """As `tiny`, but each forward sweeps through more memory than the processor's caches hold, as real work does."""
+    """Return `tiny` with a sweep through more memory than the processor's caches hold.
+
+    Each forward sweeps, as real work does.
+    """
     tiny = make_tiny(size, device)
     memory = torch.zeros(16 * 2**20)
 
@@ -216,7 +230,7 @@ def make_cold(size: int, device: torch.device) -> Workload:
 
 
 def make_norms(size: int, device: torch.device) -> Workload:
-    """Two hundred BatchNorms, six hundred buffers."""
+    """Return two hundred BatchNorms with six hundred buffers."""
     layers: list[nn.Module] = [
         layer for _ in range(200) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16))
     ]
@@ -239,11 +253,11 @@ MAKERS: Mapping[str, Callable[[int, torch.device], Workload]] = {
     "cold": make_cold,
     "norms": make_norms,
 }
-"""Workloads by name: (samples per piece, device) → workload."""
+"""Name → maker of a workload: (samples per piece, device) → workload."""
 
 
 def seconds_by_hand(workload: Workload, steps: int = 3) -> float:
-    """The fastest of a few steps of the hand-written loop."""
+    """Return the duration of the fastest of a few steps of the loop by hand."""
     best = float("inf")
     for _ in range(steps + 1):
         workload.model.zero_grad()
@@ -256,12 +270,12 @@ def seconds_by_hand(workload: Workload, steps: int = 3) -> float:
 
 
 def calibrated(name: str, device: torch.device, seconds: float, start: int = 4) -> Workload:
-    """The workload with pieces so large that a step takes at least `seconds`.
+    """Return the workload with pieces so large that a step takes at least `seconds`.
 
     Args:
         name: one of `MAKERS`.
         device: where it is trained.
-        seconds: of a step of the hand-written loop.
+        seconds: of a step of the loop by hand.
         start: samples per piece to try first.
     """
     workload = MAKERS[name](start, device)
@@ -274,7 +288,10 @@ def calibrated(name: str, device: torch.device, seconds: float, start: int = 4) 
 
 
 def with_pieces(workload: Workload, pieces: int) -> Workload:
-    """The same model on a batch of another number of pieces of the same size (at most as many as there are)."""
+    """Return the same model on a batch of another number of pieces of the same size.
+
+    There are at most as many pieces as before.
+    """
     samples = pieces * workload.size
     if isinstance(workload.batch, Mapping):
         return replace(
@@ -284,6 +301,6 @@ def with_pieces(workload: Workload, pieces: int) -> Workload:
 
 
 def wait(device: torch.device) -> None:
-    """Waits until the device has done its work."""
+    """Wait until the device has done its work."""
     if device.type == "cuda":  # cuda-only
         torch.cuda.synchronize(device)

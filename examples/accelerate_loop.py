@@ -1,6 +1,7 @@
-"""accelerate with the runtime in its loop: a convolutional network learns scikit-learn's digits in less memory than its batch needs.
+"""accelerate with the runtime in its loop.
 
-Needs scikit-learn and the extra `accelerate`. Run it: python examples/accelerate_loop.py
+A convolutional network learns scikit-learn's digits in less memory than its batch needs. It needs
+scikit-learn and the extra `accelerate`. Run it: python examples/accelerate_loop.py
 """
 
 import torch
@@ -17,7 +18,7 @@ EPOCHS, BATCH, BUDGET = 8, 256, "1MiB"
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """Images to train on, and others with their labels to test with."""
+    """Return images to train on, and others with their labels to test with."""
     found = load_digits()
     images, labels = (
         torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16,
@@ -37,7 +38,7 @@ def main() -> None:
         nn.Flatten(),
         nn.Linear(512, 10),
     )
-    # where a budget in place of a small GPU makes memory run out
+    # A budget makes memory run out here, in place of a small GPU.
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.003)
     model, optimizer, loader = accelerator.prepare(
@@ -49,7 +50,7 @@ def main() -> None:
 
     losses = []
     with MemoryBudget(BUDGET), elastic(accelerator, model) as mbs:
-        accelerator.register_for_checkpointing(mbs)  # save_state keeps what was learned of sizes
+        accelerator.register_for_checkpointing(mbs)  # save_state keeps the learned sizes
         for _ in range(EPOCHS):
             for batch in loader:
                 result = mbs.backward(loss_fn, batch)  # was: accelerator.backward(loss_fn(batch))

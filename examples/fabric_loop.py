@@ -1,6 +1,7 @@
-"""Lightning Fabric with the runtime in its loop: a small transformer learns the text of Python's own library in less memory than its batch needs.
+"""Lightning Fabric with the runtime in its loop.
 
-Needs the extra `lightning`. Run it: python examples/fabric_loop.py
+A small transformer learns the text of Python's own library in less memory than its batch needs. It
+needs the extra `lightning`. Run it: python examples/fabric_loop.py
 """
 
 import argparse
@@ -19,7 +20,7 @@ STEPS, BATCH, LENGTH, BUDGET = 20, 64, 32, "3MiB"
 
 
 class Transformer(nn.Module):
-    """Predicts the next character."""
+    """A predictor of the next character."""
 
     def __init__(self, characters: int, width: int = 32) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ def main() -> None:
     windows = torch.tensor([characters.index(character) for character in text]).unfold(
         0, LENGTH + 1, 16
     )
-    # where a budget in place of a small GPU makes memory run out
+    # A budget makes memory run out here, in place of a small GPU.
     fabric = Fabric(accelerator="cpu", devices=1)
     model, optimizer = fabric.setup(
         network := Transformer(len(characters)), torch.optim.AdamW(network.parameters(), lr=0.003)

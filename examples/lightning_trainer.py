@@ -1,6 +1,7 @@
-"""A Lightning Trainer with the runtime in it: a small network learns handwritten digits in less memory than its batch needs.
+"""A Lightning Trainer with the runtime in it.
 
-Needs the extra `lightning`, and scikit-learn, which carries the digits. Run it: python
+A small network learns handwritten digits in less memory than its batch needs. It needs the extra
+`lightning`, and scikit-learn, which carries the digits. Run it: python
 examples/lightning_trainer.py
 """
 
@@ -21,7 +22,7 @@ EPOCHS, BATCH, BUDGET = 3, 256, "2MiB"
 
 
 class Digits(LightningModule):
-    """Nothing in it knows of the runtime."""
+    """A module that knows nothing of the runtime."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Digits(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = functional.cross_entropy(self.model(batch[0]), batch[1])
-        self.log("loss", loss, on_epoch=True)  # once per batch, whatever it is cut into
+        self.log("loss", loss, on_epoch=True)  # once per batch, in however many pieces
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:

@@ -14,7 +14,7 @@ PADDING, IGNORED = 0, -100
 
 
 class LanguageModel(nn.Module):
-    """Predicts each byte from those before it."""
+    """A predictor of each byte from the bytes before it."""
 
     def __init__(self) -> None:
         super().__init__()

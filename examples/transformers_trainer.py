@@ -1,6 +1,7 @@
-"""transformers' Trainer with the runtime in it: a tiny Llama learns Python's own sources in less memory than its batch needs.
+"""transformers' Trainer with the runtime in it.
 
-Needs the extra `hf`. Run it: python examples/transformers_trainer.py
+A tiny Llama learns Python's own sources in less memory than its batch needs. It needs the extra
+`hf`. Run it: python examples/transformers_trainer.py
 """
 
 import tempfile
@@ -16,7 +17,7 @@ STEPS, BATCH, LENGTH, BUDGET = 40, 64, 64, "24MiB"
 
 
 def sources() -> list[dict[str, torch.Tensor]]:
-    """Rows of bytes of the standard library."""
+    """Return rows of bytes of the standard library."""
     text = b"".join(
         path.read_bytes() for path in sorted(Path(tempfile.__file__).parent.glob("[a-d]*.py"))
     )
@@ -37,12 +38,12 @@ def main() -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, **sizes))
     args = TrainingArguments(
         output_dir="tiny-llama",
-        use_cpu=True,  # where a budget in place of a small GPU makes memory run out
+        use_cpu=True,  # a budget makes memory run out here, in place of a small GPU
         per_device_train_batch_size=BATCH,  # the batch wanted; the runtime picks the micro-batch
         max_steps=STEPS,
         learning_rate=3e-3,
         logging_steps=1,
-        save_steps=20,  # what was learned of sizes is in the checkpoint
+        save_steps=20,  # the learned sizes are in the checkpoint
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,

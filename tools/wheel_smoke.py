@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def check_description() -> None:
-    """Check that the page of an index has no link to a file, which is not beside it there."""
+    """Check that the page of an index has no link to a file, which would be missing there."""
     text = str(metadata.metadata("elastic-mbs").get_payload())
     assert "## What it promises" in text, text
     links = re.findall(r"\]\((?!https?:|#)[^)]*\)|^\[\d+\]:.*$", text, re.MULTILINE)

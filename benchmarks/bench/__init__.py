@@ -1,1 +1,1 @@
-"""Benchmarks of elastic_mbs against loops written by hand and against its peers: `python -m benchmarks.bench`."""
+"""Benchmarks against loops by hand and against peers: `python -m benchmarks.bench`."""

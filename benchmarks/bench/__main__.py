@@ -1,14 +1,16 @@
-"""elastic_mbs against loops written by hand and against its peers, on the CPU under a `MemoryBudget` that a script of steps moves.
+"""Benchmarks of elastic_mbs against loops by hand and against its peers.
 
-    python -m benchmarks.bench [ROW …] [--rounds N] [--quick] [--json FILE] [--png FILE] [--include
-    NAME=FILE] python -m benchmarks.bench run --device cuda|simcuda
+    python -m benchmarks.bench [ROW …] [--rounds N] [--quick] [--json FILE] [--png FILE]
+                               [--include NAME=FILE]
+    python -m benchmarks.bench run --device cuda|simcuda
 
-Those who are compared train the same model on the same batches, step by step in turns of ten, in
-one process, on one core: `taskset -c 1 python …` keeps it to one. accelerate and Lightning take
-part where they are installed (`pip install accelerate lightning`).
+They run on the CPU under a `MemoryBudget` that a script of steps moves. All contenders train the
+same model on the same batches, step by step in turns of ten, in one process, on one core: `taskset
+-c 1 python …` keeps it to one. accelerate and Lightning take part where they are installed
+(`pip install accelerate lightning`).
 
-On a CUDA device the script moves torch's memory fraction, and each trains alone. On a simulated one
-(`--device simcuda`) it is counts, no times.
+On a CUDA device the script moves torch's memory fraction, and each contender trains alone. On a
+simulated one (`--device simcuda`) the figures are counts, without times.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ ROWS: Rows = {
     "idle": (idle.rows, idle.text),
     "scale": (scale.rows, scale.text),
 }
-"""By the name of a row: what measures (quick, rounds) → figures, and what makes a table of them."""
+"""Name of a row → the functions that measure it, (quick, rounds) → figures, and tabulate it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints tables, writes files."""
+    """Measure, print tables, write files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,7 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def device_of(name: str, parser: argparse.ArgumentParser) -> torch.device:
-    """The device of that name; for a simulated one the command is started again where it does not run under the simulation."""
+    """Return the device of that name.
+
+    For a simulated one the command is started again where it does not run under the simulation.
+    """
     if name == "cpu":
         return torch.device("cpu")
     if name == "simcuda" and not simcuda.inside():

@@ -17,7 +17,7 @@ def compete(
     entries: Sequence[Entry],
     prepare: Callable[[str, Job], None] = lambda name, job: None,
 ) -> Mapping[str, Job]:
-    """Each contender's run, by its name.
+    """Return each contender's run, by its name.
 
     Args:
         task: the same for all, each with a model and a limit of its own.

@@ -1,4 +1,7 @@
-"""Who trains: the oracle, elastic_mbs, and the rules of its peers, each with a `step`, or a `train` where its rule is about whole runs."""
+"""Contenders: the oracle, elastic_mbs, and the rules of its peers.
+
+Each has a `step`, or a `train` where its rule is about whole runs.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,25 @@ from elastic_mbs import ElasticMBS, Policy
 
 
 class Contender:
-    """Makes the steps of a run, one after the other."""
+    """A maker of the steps of a run, one after the other."""
 
     name = ""
-    # the model at the end is that of the hand-written loop, but for rounding (BatchNorm apart)
+    # The model at the end is that of the loop by hand, but for rounding (BatchNorm apart).
     same_training = True
 
     def train(self, job: Job) -> None:
-        """All steps of the task."""
+        """Make all steps of the task."""
         for index in range(job.task.steps):
             with job.step(index) as batch:
                 self.step(job, batch)
 
     def step(self, job: Job, batch: Any) -> None:
-        """One step of the optimizer on the whole batch."""
+        """Make one step of the optimizer on the whole batch."""
         raise NotImplementedError
 
 
 class Oracle(Contender):
-    """The hand-written loop with the best size that fits, known in advance for each step."""
+    """The loop by hand with the best size that fits, known in advance for each step."""
 
     name = "oracle"
 
@@ -40,12 +43,12 @@ class Oracle(Contender):
         self.sweep = sweep
 
     def step(self, job: Job, batch: Any) -> None:
-        """Nothing fails."""
+        """Make a step that cannot fail."""
         job.train(batch, self.sweep.best(job.budget.limit).size)
 
 
 class Fixed(Contender):
-    """The hand-written loop with one size."""
+    """The loop by hand with one size."""
 
     name = "best fixed size"
 
@@ -53,12 +56,12 @@ class Fixed(Contender):
         self.size = size
 
     def step(self, job: Job, batch: Any) -> None:
-        """Always the same."""
+        """Make a step of the same size as all others."""
         job.train(batch, self.size)
 
 
 class Elastic(Contender):
-    """`mbs.backward` in the place of `loss.backward()`, everything else by default."""
+    """`mbs.backward` in place of `loss.backward()`, with default options."""
 
     name = "elastic_mbs"
 
@@ -66,14 +69,14 @@ class Elastic(Contender):
         self.policy = policy
 
     def train(self, job: Job) -> None:
-        """The runtime's own start is on the clock."""
+        """Make all steps, with the runtime's own start on the clock."""
         with job.running():
             self.mbs = ElasticMBS(job.model, count=job.workload.count, policy=self.policy)
         with self.mbs:
             super().train(job)
 
     def step(self, job: Job, batch: Any) -> None:
-        """As in the README."""
+        """Make a step as in the README."""
         partition = self.mbs.backward(job.workload.loss_fn, batch).partition
         job.optimizer.step()
         job.optimizer.zero_grad()
@@ -81,29 +84,32 @@ class Elastic(Contender):
 
 
 class Planned(Elastic):
-    """The same, with `mbs.plan` before the first step, on the clock."""
+    """`Elastic` with `mbs.plan` before the first step, on the clock."""
 
     name = "elastic_mbs with plan"
 
     def step(self, job: Job, batch: Any) -> None:
-        """The first one plans."""
+        """Make a step, and plan before the first one."""
         if not job.done:
             self.mbs.plan(job.workload.loss_fn, batch, optimizer=job.optimizer)
         super().step(job, batch)
 
 
 class Halving(Contender):
-    """Composer's rule for `device_train_microbatch_size="auto"`: halve, make the whole step again, never grow. Composer itself refuses a CPU."""
+    """Composer's rule for `device_train_microbatch_size="auto"`.
+
+    It halves, makes the whole step again, and never grows. Composer itself refuses a CPU.
+    """
 
     name = "halving (Composer's rule)"
 
     def train(self, job: Job) -> None:
-        """From the whole batch."""
+        """Make all steps, starting with the whole batch."""
         self.size = job.samples
         super().train(job)
 
     def step(self, job: Job, batch: Any) -> None:
-        """Until it comes through."""
+        """Make the step again until it comes through."""
         while not self._came_through(job, batch):
             job.optimizer.zero_grad()
             self.size = max(1, self.size // 2)
@@ -117,12 +123,18 @@ class Halving(Contender):
 
 
 class Accelerate(Contender):
-    """accelerate's `find_executable_batch_size` around the run, as its documentation shows: 0.9 times the size, and the run from its start."""
+    """accelerate's `find_executable_batch_size` around the run, as its documentation shows.
+
+    After an error it takes 0.9 times the size, and the run starts again.
+    """
 
     name = "accelerate"
 
     def train(self, job: Job) -> None:
-        """Making model and optimizer anew, and collecting garbage, is off the clock."""
+        """Make all steps.
+
+        Making model and optimizer anew, and collecting garbage, is off the clock.
+        """
         from accelerate.utils import find_executable_batch_size
 
         @find_executable_batch_size(starting_batch_size=job.samples)  # type: ignore[untyped-decorator]  # it may be missing
@@ -133,17 +145,23 @@ class Accelerate(Contender):
 
 
 class Lightning(Contender):
-    """Lightning's BatchSizeFinder before the run; an error in the run ends it, and whoever started it starts it again at once."""
+    """Lightning's BatchSizeFinder before the run.
+
+    An error ends the run, and whoever started it starts it again at once.
+    """
 
     name = "Lightning"
 
     def train(self, job: Job) -> None:
-        """The search is Lightning's, under its Trainer; the run is the hand-written loop with what it found, which is cheaper than the Trainer's."""
+        """Make all steps with the size that Lightning's search finds, under its Trainer.
+
+        The run is the loop by hand, which is cheaper than the Trainer's.
+        """
         from benchmarks.bench.lightning_search import search
 
         size = search(job)
         while not self._came_through(job, size):
-            # what has failed at once is not tried twice
+            # A size that has failed at once is not tried twice.
             size = min(search(job), size // 2 if job.done[-1].index == 0 else size)
 
     def _came_through(self, job: Job, size: int) -> bool:
@@ -155,7 +173,7 @@ class Lightning(Contender):
 
 
 def train_from_start(job: Job, size: int) -> None:
-    """The whole run with one size, from what the model was at first."""
+    """Make the whole run with one size, from the model's first state."""
     job.restart()
     for index in range(job.task.steps):
         with job.step(index) as batch:
@@ -163,7 +181,10 @@ def train_from_start(job: Job, size: int) -> None:
 
 
 def installed(packages: Sequence[str] = ("accelerate", "lightning")) -> dict[str, str | None]:
-    """Versions of the peers; None for those that are missing, which then do not take part."""
+    """Return the versions of the peers.
+
+    None stands for those that are missing, which then do not take part.
+    """
     return {
         name: importlib.metadata.version(name) if importlib.util.find_spec(name) else None
         for name in packages
@@ -171,7 +192,7 @@ def installed(packages: Sequence[str] = ("accelerate", "lightning")) -> dict[str
 
 
 def restarting() -> list[Callable[[], Contender]]:
-    """The peers that start the run again after an error, as far as they are installed."""
+    """Return the installed peers that start the run again after an error."""
     found = installed()
     return [
         *([Accelerate] if found["accelerate"] else []),

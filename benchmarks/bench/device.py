@@ -1,4 +1,7 @@
-"""What the benchmarks need of a CUDA device, a real or a simulated one: a limit that a script can move, and models whose pieces fill it."""
+"""CUDA devices for the benchmarks, real or simulated.
+
+A limit that a script can move, and models whose pieces fill the device.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from stress.limits.cuda import refusals
 
 
 class MemoryFraction:
-    """A limit on what torch's allocator reserves of a device, with what jobs use of a `MemoryBudget`.
+    """A limit on the bytes that torch's allocator reserves, with the interface of a `MemoryBudget`.
 
     Leaving the block lifts nothing: a runtime's monitor reads the limit at any time. `lift` does.
 
@@ -31,7 +34,11 @@ class MemoryFraction:
 
     @property
     def limit(self) -> int:
-        """Bytes; a change empties the allocator's cache, since torch asks the fraction only when it takes more."""
+        """Limit in bytes.
+
+        A change empties the allocator's cache, since torch asks the fraction only when it takes
+        more.
+        """
         return self._limit
 
     @limit.setter
@@ -44,7 +51,7 @@ class MemoryFraction:
             )
 
     def lift(self) -> None:
-        """Leaves all of the device to this process."""
+        """Leave all of the device to this process."""
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
@@ -60,16 +67,16 @@ class MemoryFraction:
 
     @property
     def peak(self) -> int:
-        """Most bytes reserved since `reset_peak`: under a limit of so many nothing fails."""
+        """Most bytes reserved since `reset_peak`: under a limit of that size nothing fails."""
         return torch.cuda.max_memory_reserved(self.device)
 
     def reset_peak(self) -> None:
-        """Starts a new interval, without what is cached."""
+        """Start a new interval, without cached memory."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def track(self, *objects: Any) -> None:
-        """Nothing to do: the allocator knows what exists."""
+        """Do nothing: the allocator knows all tensors."""
 
     def __enter__(self) -> MemoryFraction:
         return self
@@ -81,29 +88,42 @@ class MemoryFraction:
 def limit_on(
     device: torch.device, limit: int, track: tuple[Any, ...]
 ) -> MemoryBudget | MemoryFraction:
-    """What holds a job to `limit` bytes: counted tensors on a CPU, with those to `track` from the start, and the allocator on a CUDA device."""
+    """Return an object that holds a job to `limit` bytes.
+
+    On a CPU it counts tensors, those to `track` from the start; on a CUDA device the allocator
+    does.
+    """
     return (
         MemoryFraction(limit, device) if device.type == "cuda" else MemoryBudget(limit, track=track)
     )
 
 
 def settle(device: torch.device) -> None:
-    """Gives cuBLAS's workspaces, which stay, segments of their own: else they are cut from a model's, and the rest of those is lost to the limit."""
+    """Give cuBLAS's workspaces, which stay, segments of their own.
+
+    Else they are cut from a model's, and the rest of those is lost to the limit.
+    """
     square = torch.ones(8, 8, device=device, requires_grad=True)
     with warnings.catch_warnings():
-        # in autograd's thread torch warns, once in a process, that cuBLAS comes before anything
-        # else
+        # In autograd's thread torch warns, once in a process, that cuBLAS comes before anything
+        # else.
         warnings.simplefilter("ignore")
         (square @ square).sum().backward()
 
 
 def conv(samples: int, device: torch.device) -> Workload:
-    """Three convolutions with BatchNorm on 32 × 32 images: 32 KiB a sample in each activation."""
+    """Return three convolutions with BatchNorm on 32 × 32 images.
+
+    Each activation has 32 KiB a sample.
+    """
     return classifier("conv net", conv_net(8, 2), torch.randn(samples, 3, 32, 32), samples, device)
 
 
 def gpt(samples: int, device: torch.device) -> Workload:
-    """Two blocks on 64 tokens; counted in tokens, of which the last are padding."""
+    """Return two blocks on 64 tokens.
+
+    They are counted in tokens, the last of which are padding.
+    """
     model = GPT(GPTConfig(context=64, width=32, heads=2, layers=2)).to(device)
     tokens = torch.randint(0, 256, (samples, 64))
     labels = tokens.roll(-1, 1).masked_fill(
@@ -122,7 +142,7 @@ def gpt(samples: int, device: torch.device) -> Workload:
 
 
 def mlp(samples: int, device: torch.device) -> Workload:
-    """Eight residual layers, so narrow that they are memory more than work."""
+    """Return eight residual layers, so narrow that they are memory more than work."""
     return classifier("deep MLP", Residuals(8, 64), torch.randn(samples, 64), samples, device)
 
 
@@ -131,7 +151,8 @@ DEVICE_MODELS: Mapping[str, tuple[Callable[[int, torch.device], Workload], int]]
     "gpt": (gpt, 576),
     "mlp": (mlp, 65_536),
 }
-"""How a workload is made, and the samples of a batch. Even in seven pieces the largest activations have 2 to 5 MiB.
+"""Name → maker of a workload, and the samples of a batch.
 
-Little work for their memory, because a simulated device computes on one core of the host. It has no kernel for an LSTM's cell.
+Even in seven pieces the largest activations have 2 to 5 MiB. There is little work for their memory,
+because a simulated device computes on one core of the host. It has no kernel for an LSTM's cell.
 """

@@ -1,4 +1,7 @@
-"""What each contender gets: a model and its optimizer, batches, and a memory limit that a script moves from step to step."""
+"""A contender's job.
+
+A model and its optimizer, batches, and a memory limit that a script moves from step to step.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ class Task:
 
     @property
     def steps(self) -> int:
-        """Steps that are to be made."""
+        """Steps of the run."""
         return len(self.limits)
 
 
 @dataclass(frozen=True)
 class Done:
-    """One step, also one that was made in vain.
+    """One step, also a failed one.
 
     Attributes:
-        index: of the step in the run.
-        seconds: that it took, with what went before it on the clock (a search).
+        index: number of the step in the run.
+        seconds: its duration, with a search before it on the clock.
         ended: seconds since the start of the run.
         size: samples of its longest piece; 0 where it failed.
         ooms: out-of-memory errors in these seconds.
@@ -64,10 +67,10 @@ class Job:
     """One contender's run of a task.
 
     Attributes:
-        task: what is to be done.
+        task: the run to make.
         hand_over: lets the other contenders run.
         size: set by a contender in each step: samples of its longest piece.
-        seconds: taken so far, by steps and by what else ran under the budget.
+        seconds: duration so far, of steps and of other work under the budget.
         done: the steps so far.
         given: samples that the loss function has had, those of failed pieces among them.
     """
@@ -96,7 +99,7 @@ class Job:
     def _counting(self, loss_fn: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         def counted(piece: Any) -> Tensor:
             first = next(iter(piece.values())) if isinstance(piece, Mapping) else piece[0]
-            if not isinstance(first, FakeTensor):  # a plan's
+            if not isinstance(first, FakeTensor):  # fake tensors are a plan's
                 self.given += len(first)
             return loss_fn(piece)
 
@@ -106,16 +109,19 @@ class Job:
         return torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
     def restart(self) -> None:
-        """The model and its optimizer as they were at the start.
+        """Put the model and its optimizer back to the start.
 
-        Not under the budget, which would count the copies.
+        This is not done under the budget, which would count the copies.
         """
         self.model.load_state_dict(self._start)
         self.model.zero_grad()
         self.optimizer = self._optimizer()
 
     def end(self) -> None:
-        """Leaves a device to the next contender. The trained model is on the host then."""
+        """Leave a device to the next contender.
+
+        The trained model is on the host then.
+        """
         if isinstance(self.budget, MemoryFraction):
             self.model.cpu()
             self.optimizer = self._optimizer()  # the old one has its state on the device
@@ -123,7 +129,7 @@ class Job:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Under the limit, and on the clock."""
+        """Run the block under the limit, and on the clock."""
         with self.budget:
             began = time.perf_counter()
             try:
@@ -134,7 +140,7 @@ class Job:
 
     @contextmanager
     def step(self, index: int) -> Iterator[Any]:
-        """Step `index` of the run, with its batch, under the limit that the script has by now."""
+        """Make step `index` of the run, with its batch, under the script's present limit."""
         attempts = len(self.done)
         if self.task.turn and attempts and attempts % self.task.turn == 0:
             self.hand_over()
@@ -159,11 +165,11 @@ class Job:
         return self.given - self.samples * self.task.steps
 
     def pieces(self, size: int) -> int:
-        """Into how many pieces of that size a batch is cut."""
+        """Return the number of pieces of that size in a batch."""
         return -(-self.samples // size) if size else 0
 
     def batch(self, index: int) -> Any:
-        """The batch of a step: the workload's samples in an order of its own."""
+        """Return the batch of a step: the workload's samples in an order of its own."""
         order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(index))
         base = self.workload.batch
         if isinstance(base, dict):
@@ -171,20 +177,23 @@ class Job:
         return tuple(pinned(tensor[order], self.device) for tensor in base)
 
     def train(self, batch: Any, size: int) -> None:
-        """A step of the hand-written loop. A failed one leaves gradients behind."""
+        """Make a step of the loop by hand. A failed one leaves gradients behind."""
         replace(self.workload, batch=batch, size=size).by_hand()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.size = size
 
     def distance(self, other: Job) -> float | None:
-        """How far the trained model is from another one of the same start, as a fraction of the way; None where a split changes what is trained."""
+        """Return the distance of the trained model from another one of the same start.
+
+        It is a fraction of the way; None where a split changes the training.
+        """
         if any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules()):
             return None
         return float((self.moved() - other.moved()).norm() / other.moved().norm())
 
     def moved(self) -> Tensor:
-        """How far each parameter is from the start, as one vector."""
+        """Return the way of each parameter from the start, as one vector."""
         return torch.cat(
             [
                 (parameter.detach() - self._start[name]).flatten()

@@ -18,7 +18,10 @@ from benchmarks.bench.job import Job
 
 
 def search(job: Job) -> int:
-    """The size that `BatchSizeFinder` finds by its defaults, at most the whole batch; the larger a trial's batch, the more it takes."""
+    """Return the size that `BatchSizeFinder` finds by its defaults, at most the whole batch.
+
+    A larger batch of a trial takes more memory.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -36,7 +39,7 @@ def search(job: Job) -> int:
             default_root_dir=folder,
         )
         whole = job.batch(0)
-        # in a step of the run it is there
+        # In a step of the run it is there.
         job.budget.track(list(whole.values()) if isinstance(whole, dict) else whole)
         with job.running():
             trainer.fit(module)
@@ -67,7 +70,7 @@ class _Module(lightning.LightningModule):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, _: int) -> None:
-        """A step of the hand-written loop, in one piece. Lightning knows errors by CUDA's words."""
+        """Make a step of the loop by hand, in one piece. Lightning knows errors by CUDA's words."""
         try:
             optimizer: Any = self.optimizers()
             replace(self.job.workload, batch=batch, size=self.batch_size).by_hand()
@@ -82,9 +85,9 @@ class _Module(lightning.LightningModule):
             raise RuntimeError("CUDA out of memory.")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The job's."""
+        """Return the job's optimizer."""
         return self.job.optimizer
 
     def train_dataloader(self) -> Iterable[Any]:
-        """With the size that is tried."""
+        """Return batches of the size that is tried."""
         return DataLoader(_Samples(self.job), batch_size=self.batch_size, shuffle=True)

@@ -1,4 +1,7 @@
-"""What the benchmarks train: small enough that steps of 50 ms show what a split costs, as large models do on large devices."""
+"""Models of the benchmarks.
+
+They are so small that steps of 50 ms show the cost of a split, as large models do on large devices.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class LastState(nn.Module):
         self.rnn, self.head = rnn, nn.Linear(rnn.hidden_size, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, length, features) → (samples, 10)."""
+        """Map (samples, length, features) to (samples, 10)."""
         out: Tensor = self.head(self.rnn(x)[0][:, -1])
         return out
 
@@ -42,7 +45,7 @@ class Residual(nn.Module):
         self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(4, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As many channels out as in."""
+        """Map channels to as many channels."""
         return x + torch.relu(self.norm(self.conv(x)))
 
 
@@ -58,18 +61,18 @@ class Encoder(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, length, 64) → (samples, 10)."""
+        """Map (samples, length, 64) to (samples, 10)."""
         out: Tensor = self.head(self.encoder(x).mean(1))
         return out
 
 
 def conv(samples: int) -> Workload:
-    """Six convolutions with BatchNorm on 16 × 16 images."""
+    """Return six convolutions with BatchNorm on 16 × 16 images."""
     return classifier("conv net", conv_net(16, 5), torch.randn(samples, 3, 16, 16), samples, CPU)
 
 
 def gpt(samples: int) -> Workload:
-    """Two blocks on 64 tokens; counted in tokens, of which the last are padding."""
+    """Return two blocks on 64 tokens, counted in tokens, the last of which are padding."""
     model = GPT(GPTConfig(context=64, width=64, heads=4, layers=2))
     tokens = torch.randint(0, 256, (samples, 64))
     labels = tokens.roll(-1, 1).masked_fill(
@@ -88,7 +91,7 @@ def gpt(samples: int) -> Workload:
 
 
 def lstm(samples: int) -> Workload:
-    """Two layers over 32 steps."""
+    """Return two layers over 32 steps."""
     return classifier(
         "LSTM",
         LastState(nn.LSTM(32, 64, 2, batch_first=True)),
@@ -99,7 +102,7 @@ def lstm(samples: int) -> Workload:
 
 
 def gru(samples: int) -> Workload:
-    """Two layers over 16 steps, run as operations: on a CPU there is no kernel for it."""
+    """Return two layers over 16 steps, run as operations: on a CPU there is no kernel for it."""
     return classifier(
         "GRU",
         LastState(nn.GRU(32, 64, 2, batch_first=True)),
@@ -110,7 +113,7 @@ def gru(samples: int) -> Workload:
 
 
 def groups(samples: int) -> Workload:
-    """Residual convolutions that can be checkpointed: their statistics are of one sample."""
+    """Return residual convolutions that can be checkpointed: statistics are of one sample."""
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
         *(Residual(16) for _ in range(6)),
@@ -122,17 +125,20 @@ def groups(samples: int) -> Workload:
 
 
 def encoder(samples: int) -> Workload:
-    """Four layers on 32 tokens."""
+    """Return four layers on 32 tokens."""
     return classifier("transformer encoder", Encoder(), torch.randn(samples, 32, 64), samples, CPU)
 
 
 def mlp(samples: int) -> Workload:
-    """Thirty residual layers: 62 leaves, little work in each."""
+    """Return thirty residual layers: 62 leaves, little work in each."""
     return classifier("deep MLP", Residuals(30, 128), torch.randn(samples, 128), samples, CPU)
 
 
 def sleeper(samples: int, seconds: float) -> Workload:
-    """A few layers whose loss sleeps: a batch in one piece takes `seconds`, and each piece costs 5 % of that besides its samples."""
+    """Return a few layers whose loss sleeps.
+
+    A batch in one piece takes `seconds`, and each piece costs 5 % of that besides its samples.
+    """
     workload = classifier("sleeping", Residuals(4, 64), torch.randn(samples, 64), samples, CPU)
 
     def loss_fn(piece: Any) -> Tensor:
@@ -148,4 +154,7 @@ MODELS: Mapping[str, tuple[Callable[[int], Workload], int]] = {
     "lstm": (lstm, 360),
     "mlp": (mlp, 384),
 }
-"""How a workload is made, and the samples of a batch of which a step in three pieces takes about 50 ms on one quiet core."""
+"""Name → maker of a workload, and the samples of a batch.
+
+A step in three pieces takes about 50 ms on one quiet core.
+"""

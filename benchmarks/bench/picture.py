@@ -1,4 +1,4 @@
-"""Draws the whole runs: what each took against the oracle, and one of them step by step."""
+"""Picture of the whole runs: each contender against the oracle, and one run step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS |= {"halving (Composer's rule)": "#d55e00", "accelerate": "#009e73", "Li
 
 
 def draw(figures: Mapping[str, Any], out: Path) -> None:
-    """Bars for each workload, and the seconds that each contender needed for a run's steps."""
+    """Draw bars for each workload, and the seconds that each contender needed for a run's steps."""
     runs = figures["run"]
     groups = list(dict.fromkeys((run["workload"], run["visit"]) for run in runs))
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -26,7 +26,8 @@ def draw(figures: Mapping[str, Any], out: Path) -> None:
             for run in runs
             if run["contender"] == name
         }
-        values = [found.get(group, float("nan")) for group in groups]  # not all take part in all
+        # some contenders do not take part in all
+        values = [found.get(group, float("nan")) for group in groups]
         at = [group + 0.8 * place / len(names) for group in range(len(groups))]
         drawn = bars.bar(
             at, values, 0.8 / len(names), color=COLOURS[name], label=name, align="edge"

@@ -9,11 +9,11 @@ R = TypeVar("R")
 
 
 def table(rows: Sequence[R], columns: Mapping[str, Callable[[R], object]]) -> str:
-    """One line for each row.
+    """Return a table with one line for each row.
 
     Args:
         rows: of any kind.
-        columns: heading → what stands under it.
+        columns: heading → text of a row under it.
     """
     lines = [
         list(columns),

@@ -1,4 +1,7 @@
-"""What each fixed size takes, in time and memory: the table from which an expert picks, and the oracle knows each step's best."""
+"""Time and memory of each fixed size.
+
+An expert picks from this table, and the oracle knows each step's best from it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,12 @@ from stress.limits import simcuda
 MOST = 12
 AMPLE = 2**40
 SETTLED = 3
-"""Steps after which a device's allocator has cached what steps of one size need."""
+"""Steps after which a device's allocator has cached the blocks that steps of one size need."""
 SPARE = 8 * 2**20
-"""Bytes that a device has to have beyond that: where small tensors lie depends on what was run before, and they take blocks of 2 MiB."""
+"""Bytes that a device has to have beyond that.
+
+The place of small tensors depends on earlier runs, and they take blocks of 2 MiB.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,9 @@ class Fixed:
 
 
 class Sweep:
-    """All sizes that cut a batch into 1 to `most` pieces, measured in turns; other sizes need as many pieces as one of these, and more memory.
+    """All sizes that cut a batch into 1 to `most` pieces, measured in turns.
+
+    Other sizes need as many pieces as one of these, and more memory.
 
     Args:
         make: the workload.
@@ -79,12 +87,18 @@ class Sweep:
         ]
 
     def best(self, limit: int) -> Fixed:
-        """The fastest size that fits under a limit; the largest one on a simulated device, where time means nothing."""
+        """Return the fastest size that fits under a limit.
+
+        On a simulated device, where time means nothing, it is the largest one.
+        """
         fitting = [each for each in self.sizes if each.peak <= limit]
         return min(fitting, key=lambda each: each.pieces if simcuda.inside() else each.seconds)
 
     def limit_for(self, pieces: int) -> int:
-        """Bytes under which a batch must be cut into so many pieces, with some to spare: half-way to what fewer pieces need."""
+        """Return the bytes under which a batch must be cut into so many pieces, with some to spare.
+
+        They are half-way to the need of fewer pieces.
+        """
         at = next(index for index, each in enumerate(self.sizes) if each.pieces >= pieces)
         return (
             self.sizes[0].peak * 5 // 4

@@ -1,4 +1,7 @@
-"""Several works in turns, each in a thread of its own and only one at a time, so that what disturbs the machine disturbs all alike."""
+"""Several works in turns, each in a thread of its own and only one at a time.
+
+A disturbance of the machine then hits all alike.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,15 @@ class _Worker(threading.Thread):
         self.back.release()
 
     def hand_over(self) -> None:
-        """Lets the others run, and returns when it is this one's turn again."""
+        """Let the others run, and return when it is this one's turn again."""
         self.back.release()
         self.go.acquire()
 
 
 def in_turns(works: Sequence[Callable[[HandOver], None]]) -> None:
-    """Runs all to their end.
+    """Run all works to their end.
 
-    A work calls its argument wherever the others may go on; the first error ends it all.
+    A work calls its argument wherever the others may go on; the first error ends them all.
     """
     workers = [_Worker(work) for work in works]
     for worker in workers:

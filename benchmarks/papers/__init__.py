@@ -1,1 +1,1 @@
-"""The tables of the source works on small real data, one command each."""
+"""Tables of the source works on small real data, one command each."""

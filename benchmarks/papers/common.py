@@ -1,4 +1,7 @@
-"""What the tables share: handwritten digits that scikit-learn carries, a small net, and where figures and pictures go."""
+"""Parts that the tables share.
+
+Handwritten digits that scikit-learn carries, a small net, and the places of figures and pictures.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINED_ON = 1297  # of the 1,797 digits of 8 × 8 pixels; the others are tested on
+TRAINED_ON = 1297  # digits of 8 × 8 pixels among the 1,797; the others are tested on
 Data = tuple[Tensor, Tensor]
 
 
 def digits() -> tuple[Data, Data]:
-    """Images of shape (samples, 1, 8, 8) and labels, to train on and to test on: the same ones each time."""
+    """Return images of shape (samples, 1, 8, 8) and labels, to train on and to test on.
+
+    They are the same ones each time.
+    """
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -35,7 +41,7 @@ def digits() -> tuple[Data, Data]:
 
 
 def perceptron(seed: int) -> nn.Module:
-    """A net of two hidden layers."""
+    """Return a net of two hidden layers."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
@@ -43,13 +49,13 @@ def perceptron(seed: int) -> nn.Module:
 
 
 def cross_entropy(model: nn.Module, data: Data) -> Tensor:
-    """The mean over a batch."""
+    """Return the mean loss over a batch."""
     return F.cross_entropy(model(data[0]), data[1])
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Data) -> float:
-    """Share of the samples whose class is found, in evaluation mode."""
+    """Return the share of samples whose class is found, in evaluation mode."""
     model.eval()
     found = float((model(data[0]).argmax(1) == data[1]).float().mean())
     model.train()
@@ -59,7 +65,7 @@ def accuracy(model: nn.Module, data: Data) -> float:
 def options(
     doc: str, name: str, *, seeds: int, epochs: int, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """The command line that all of them have."""
+    """Return the options of the command line that all of them have."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,7 +95,7 @@ def options(
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """A mean with its standard deviation, and the values themselves."""
+    """Return a mean with its standard deviation, and the values themselves."""
     return {
         "mean": statistics.fmean(values),
         "deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
@@ -98,12 +104,12 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def percent(found: Mapping[str, Any]) -> str:
-    """A mean and its deviation, for a table."""
+    """Return a mean and its deviation, for a table."""
     return f"{100 * found['mean']:5.1f} ± {100 * found['deviation']:.1f} %"
 
 
 def write(given: argparse.Namespace, figures: Mapping[str, Any], figure: Figure) -> None:
-    """Writes figures and picture where they were asked for."""
+    """Write figures and picture where they were asked for."""
     for path in (given.json, given.picture):
         path.parent.mkdir(parents=True, exist_ok=True)
     facts = {

@@ -1,16 +1,14 @@
 #!/usr/bin/env python3
-"""Goyal et al.
-
-(arXiv 1706.02677): k times the batch trains as well with k times the rate and a gradual warm-up to
-it.
+"""Goyal et al. (arXiv 1706.02677): large batches with the linear rule and a gradual warm-up.
 
     python benchmarks/papers/goyal.py
 
-Handwritten digits, a small net, SGD with momentum, the rate divided by 10 after a third, two thirds
-and 90 % of the epochs. Batches of the reference size are compared with batches 16 times as large,
-in pieces of the reference size, as if by 16 workers: without the linear rule; with it and no,
-constant or gradual warm-up over a sixth of the epochs; and with a loss that is normalised wrongly
-on purpose, by the piece, so that the pieces' means are summed.
+Their claim: k times the batch trains as well with k times the rate. Handwritten digits, a small
+net, SGD with momentum, the rate divided by 10 after a third, two thirds and 90 % of the epochs.
+Batches of the reference size are compared with batches 16 times as large, in pieces of the
+reference size, as if by 16 workers: without the linear rule; with it and no, constant or gradual
+warm-up over a sixth of the epochs; and with a loss that is normalised wrongly on purpose, by the
+piece, so that the pieces' means are summed.
 
 The reference rate was chosen so that warm-up matters: at 0.02 training comes through without one,
 at 0.04 a gradual one is not enough either. Exit code 0 where gradual warm-up is the best of the
@@ -71,7 +69,7 @@ WARM: dict[str, Warm] = {
 
 
 def train(kind: str, seed: int, epochs: int) -> dict[str, Any]:
-    """One run: its loss by epoch, and its accuracy in the end."""
+    """Train once; return the loss by epoch, and the accuracy at the end."""
     data, test = digits()
     model = perceptron(seed)
     batch = BATCH if kind == REFERENCE else BATCH * K
@@ -111,7 +109,7 @@ def train(kind: str, seed: int, epochs: int) -> dict[str, Any]:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]]) -> Figure:
-    """Loss by epoch, of the first seed."""
+    """Draw the loss by epoch, of the first seed."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes = figure.subplots()
     for kind, found in runs.items():
@@ -127,7 +125,7 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains, prints the table and writes it."""
+    """Train, print the table and write it."""
     given = options(__doc__ or "", "goyal", seeds=5, epochs=30, arguments=arguments)
     kinds = (REFERENCE, PLAIN, NONE, CONSTANT, GRADUAL, WRONG)
     runs = {

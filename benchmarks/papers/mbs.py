@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Micro-batch streaming (arXiv 2110.12484): batches far larger than what fits, as accurate as with the memory for them, and the time that they take.
+"""Micro-batch streaming (arXiv 2110.12484): accuracy and time of batches that do not fit.
 
     python benchmarks/papers/mbs.py
 
-Handwritten digits and a conv net, under a memory budget in which 8 samples fit and 16 do not.
-Batches of 16 to 128 times as many are trained in pieces that fit, and once more without a budget
-and whole. BatchNorm normalises groups of 8 samples in both, so they train the same. Times are
-processor time without a budget, whose counting takes time, epoch by epoch in turns.
-Exit code 0 where every batch is trained under the budget, as accurately as whole but for one sample
-in a hundred, 3 where not.
+Its claim: they are as accurate as with the memory for them. Handwritten digits and a conv net,
+under a memory budget in which 8 samples fit and 16 do not. Batches of 16 to 128 times as many are
+trained in pieces that fit, and once more without a budget and whole. BatchNorm normalises groups of
+8 samples in both, so they train the same. Times are processor time without a budget, whose counting
+takes time, epoch by epoch in turns. Exit code 0 where every batch is trained under the budget, as
+accurately as whole but for one sample in a hundred, 3 where not.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Training:
         return cross_entropy(self.model, (self.data[0][indices], self.data[1][indices]))
 
     def step(self, indices: Tensor, mbs: ElasticMBS | None) -> None:
-        """One update, whole or in pieces."""
+        """Make one update, whole or in pieces."""
         if mbs is None:
             self.loss(indices).backward()
         else:
@@ -98,7 +98,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def epoch(self, mbs: ElasticMBS | None) -> float:
-        """Its seconds of processor time, which neighbours on the machine disturb less."""
+        """Make one epoch; return its processor time, which neighbours disturb less."""
         began = time.process_time()
         for indices in self.sampler:
             self.step(torch.tensor(indices), mbs)
@@ -106,7 +106,7 @@ class Training:
 
 
 def peak(samples: int, data: Data) -> int:
-    """Bytes at the peak of the second step on so many samples, whole."""
+    """Return the bytes at the peak of the second step on so many samples, whole."""
     one = Training(0, samples, data)
     with MemoryBudget("4GiB", track=(one.model, one.data)) as budget:
         for _ in range(2):  # the optimizer's state is made in the first
@@ -115,7 +115,7 @@ def peak(samples: int, data: Data) -> int:
 
 
 def fits(samples: int, limit: int, data: Data) -> bool:
-    """Whether a batch can be trained whole."""
+    """Return whether a batch can be trained whole."""
     one = Training(0, samples, data)
     try:
         with MemoryBudget(limit, track=(one.model, one.data)):
@@ -129,7 +129,7 @@ def fits(samples: int, limit: int, data: Data) -> bool:
 def streamed(
     seed: int, batch: int, epochs: int, limit: int, train: Data, test: Data
 ) -> dict[str, Any]:
-    """Trains under the budget."""
+    """Train under the budget."""
     one = Training(seed, batch, train)
     with MemoryBudget(limit, track=(one.model, one.data)) as budget, ElasticMBS(one.model) as mbs:
         for _ in range(epochs):
@@ -140,7 +140,7 @@ def streamed(
 
 
 def whole(seed: int, batch: int, epochs: int, train: Data, test: Data) -> float:
-    """The accuracy with all the memory that it takes."""
+    """Return the accuracy without a budget."""
     one = Training(seed, batch, train)
     for _ in range(epochs):
         one.epoch(None)
@@ -148,7 +148,11 @@ def whole(seed: int, batch: int, epochs: int, train: Data, test: Data) -> float:
 
 
 def seconds(batch: int, rounds: int, data: Data) -> dict[str, float]:
-    """Seconds of an epoch without streaming and with it, and streaming against that and against the batch that fits: medians of epochs in turns."""
+    """Return the seconds of an epoch without streaming and with it.
+
+    Also streaming against whole batches and against the batch that fits: medians of epochs in
+    turns.
+    """
     one, fitting, stream = Training(0, batch, data), Training(0, FITS, data), random.Random(0)
     with ElasticMBS(one.model, micro_batch_size=FITS, policy=Policy(grow=False)) as mbs:
         kinds = {
@@ -169,7 +173,7 @@ def seconds(batch: int, rounds: int, data: Data) -> dict[str, float]:
 
 
 def row(times: int, limit: int, epochs: int, seeds: int, train: Data, test: Data) -> dict[str, Any]:
-    """What one size of the batch comes to."""
+    """Return the figures of one size of the batch."""
     batch = FITS * times
     runs = [streamed(seed, batch, epochs, limit, train, test) for seed in range(seeds)]
     return {
@@ -185,7 +189,7 @@ def row(times: int, limit: int, epochs: int, seeds: int, train: Data, test: Data
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Accuracy and time by the size of the batch."""
+    """Draw accuracy and time by the size of the batch."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     batches = [each["batch"] for each in rows]
@@ -209,7 +213,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains, prints the table and writes it."""
+    """Train, print the table and write it."""
     given = options(__doc__ or "", "mbs", seeds=3, epochs=8, arguments=arguments)
     train, test = digits()
     limit = (peak(FITS, train) + peak(2 * FITS, train)) // 2
@@ -228,7 +232,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for each in rows:
         spent = each["seconds"]
-        sizes = f"{each['batch']:6}{each['times']:5}  {'yes' if each['fits'] else 'no':4}  {percent(each['whole']):17}{percent(each['streamed']):17}"
+        sizes = (
+            f"{each['batch']:6}{each['times']:5}  {'yes' if each['fits'] else 'no':4}  "
+            f"{percent(each['whole']):17}{percent(each['streamed']):17}"
+        )
         ratios = f"{spent['against_whole']:.2f} ×, {spent['against_what_fits']:.2f} ×"
         print(f"{sizes}{spent['without']:9.2f}{spent['with']:10.2f}   {ratios}")
     print(f"the paper: {PAPER}")

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""PAPAYA's two claims (arXiv 2303.14633) on models of this machine: how well peak memory and time are predicted, and which way to save memory pays.
+"""PAPAYA's two claims (arXiv 2303.14633) on models of this machine.
 
     python benchmarks/papers/papaya.py [MODEL …] [--rounds 9] [--quick] [--json FILE] [--png FILE]
 
+How well are peak memory and time predicted, and which way to save memory pays?
+
 Prediction: a plan on fake tensors, corrected by the measured peak of one size, and γ·m + δ fitted
-to the times of three (that size, its double and fourfold), against what sizes up to 16 times as
-large take. Choice: under three budgets, the way that `mbs.plan(compare=True)` calls the fastest,
-with these times, against measured steps of each way at its largest size. Memory is counted by a
-`MemoryBudget`, which itself takes 5 µs an operation. Times are the least of all rounds, taken in
-turns, in processor time of one thread, so that a busy machine counts less.
+to the times of three (that size, its double and fourfold), against measurements of sizes up to 16
+times as large. Choice: under three budgets, the way that `mbs.plan(compare=True)` calls the
+fastest, with these times, against measured steps of each way at its largest size. Memory is counted
+by a `MemoryBudget`, which itself takes 5 µs an operation. Times are the least of all rounds, taken
+in turns, in processor time of one thread, so that a busy machine counts less.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ from elastic_mbs.escalation.offload import OffloadedTensors
 from elastic_mbs.rollback.random_streams import RandomStreams
 
 CPU = torch.device("cpu")
-MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16)  # of the calibrated size
-CALIBRATED = (1, 2, 4)  # of them: memory by the first, time by all
-# of the way from the peak of the smallest size to that of the whole batch
+MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16)  # multiples of the calibrated size
+CALIBRATED = (1, 2, 4)  # multiples that are calibrated by: memory by the first, time by all
+# Parts of the way from the peak of the smallest size to that of the whole batch.
 SHARES = (0.1, 0.25, 0.6)
 AMPLE = 2**40
 PAPER = {"R": 0.97, "slowdown": 9.3}
@@ -58,12 +60,12 @@ MODELS: Mapping[str, tuple[Callable[[int], Workload], int]] = {
     "gru": (models.gru, 128),
     "mlp": (models.mlp, 128),
 }
-"""How a workload is made, and the size at which it is calibrated."""
+"""Name → maker of a workload, and the size at which it is calibrated."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """One size, in samples: bytes at the peak and seconds of a piece, as measured and as predicted."""
+    """One size, in samples: peak bytes and seconds of a piece, measured and predicted."""
 
     size: int
     peak: int
@@ -74,7 +76,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well it was predicted, over the sizes that nothing was calibrated by.
+    """Quality of a prediction, over the sizes that nothing was calibrated by.
 
     Attributes:
         r: Pearson's correlation of the predicted and the measured, which PAPAYA reports.
@@ -88,7 +90,7 @@ class Fit:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Fit:
-        """Of pairs (measured, predicted)."""
+        """Return the fit of pairs (measured, predicted)."""
         measured, predicted = torch.tensor(pairs, dtype=torch.float64).T
         r = torch.corrcoef(torch.stack([measured, predicted]))[0, 1]
         r2 = 1 - (predicted - measured).square().sum() / (measured - measured.mean()).square().sum()
@@ -107,9 +109,9 @@ class Choice:
         sizes: the largest micro-batch of each way, in samples.
         predicted: seconds of a step, as the plan has it.
         measured: seconds of a step.
-        picked: what the plan calls the fastest.
-        best: what is.
-        lost: what the picked way takes beyond the best, as a fraction.
+        picked: the fastest way by the plan.
+        best: the fastest way.
+        lost: time of the picked way beyond the best, as a fraction.
     """
 
     budget: int
@@ -128,13 +130,13 @@ class Subject:
     Attributes:
         name: for people.
         samples: of the batch.
-        sizes: what was measured of each.
+        sizes: the measurements of each.
         memory: of the plan.
         line: of a straight line through the peaks of the calibrated size and its double, as PAPAYA
             has it.
         time: of a piece.
         throughput: samples per second.
-        slowdown: by how much pieces of the fourfold size take longer with each way.
+        slowdown: factor by which pieces of the fourfold size take longer with each way.
         choices: one for each budget.
     """
 
@@ -150,7 +152,7 @@ class Subject:
 
 
 class Bench:
-    """A model under a budget, and the least that was ever taken for a piece or a step."""
+    """A model under a budget, and the least time of each piece and step."""
 
     def __init__(self, make: Callable[[int], Workload], samples: int) -> None:
         torch.manual_seed(0)
@@ -159,7 +161,7 @@ class Bench:
         self._streams = RandomStreams((), [])
 
     def made(self, way: str, piece: Any) -> AbstractContextManager[Any]:
-        """In which a piece is made in that way, as the engine does it."""
+        """Return the context in which a piece is made in that way, as the engine does it."""
         model = self.workload.model
         if way == "offload":
             values = piece.values() if isinstance(piece, dict) else piece
@@ -167,7 +169,7 @@ class Bench:
         return CheckpointedBlocks([model], self._streams) if way == "checkpoint" else nullcontext()
 
     def run(self, way: str, pieces: Sequence[tuple[int, int]]) -> tuple[float, int]:
-        """Seconds and peak of forward and backward of these pieces."""
+        """Return seconds and peak of forward and backward of these pieces."""
         workload = self.workload
         workload.model.zero_grad()
         with self.budget:
@@ -182,7 +184,7 @@ class Bench:
     def least(
         self, runs: Sequence[tuple[str, Sequence[tuple[int, int]]]], rounds: int
     ) -> list[tuple[float, int]]:
-        """The least seconds and the highest peak of each, taken in turns."""
+        """Return the least seconds and the highest peak of each, taken in turns."""
         found = [[self.run(*each) for each in runs] for _ in range(rounds)]
         return [
             (min(seconds for seconds, _ in column), max(peak for _, peak in column))
@@ -191,21 +193,21 @@ class Bench:
 
 
 def cut(samples: int, size: int) -> list[tuple[int, int]]:
-    """Balanced pieces of up to so many samples."""
+    """Return balanced pieces of up to `size` samples."""
     pieces = -(-samples // size)
     ends = [samples * k // pieces for k in range(pieces + 1)]
     return list(pairwise(ends))
 
 
 def subject(make: Callable[[int], Workload], start: int, rounds: int) -> Subject:
-    """Everything about one model."""
+    """Return all figures of one model."""
     bench = Bench(make, start * max(MULTIPLES))
     workload, sizes, calibrated = (
         bench.workload,
         [start * each for each in MULTIPLES],
         [start * each for each in CALIBRATED],
     )
-    bench.run("none", [(0, sizes[-1])])  # warm
+    bench.run("none", [(0, sizes[-1])])  # warm-up
     measured = dict(
         zip(sizes, bench.least([("none", [(0, size)]) for size in sizes], rounds), strict=True)
     )
@@ -258,7 +260,7 @@ def predicted(
     delta: float,
     elements: int,
 ) -> list[Size]:
-    """What is predicted of each size, memory after one correction."""
+    """Return the predictions for each size, memory after one correction."""
     model = report.model
     assert model is not None, report.reason
     model.add(start * elements, measured[start][1], first=True)
@@ -270,7 +272,10 @@ def predicted(
 
 
 def know(mbs: ElasticMBS, times: Sequence[tuple[int, float]]) -> None:
-    """Has the runtime know these seconds of pieces of so many elements, as from a saved state: its own would be of a busy machine."""
+    """Tell the runtime the seconds of pieces of so many elements, as a saved state does.
+
+    Its own would be of a busy machine.
+    """
     state = json.loads(json.dumps(mbs.state_dict()))
     for track in state["controller"]["tracks"]:
         track["time"] = [list(each) for each in times]
@@ -278,19 +283,19 @@ def know(mbs: ElasticMBS, times: Sequence[tuple[int, float]]) -> None:
 
 
 def at(report: PlanReport, share: float) -> int:
-    """A budget between the peaks of the smallest size and of the whole batch."""
+    """Return a budget between the peaks of the smallest size and of the whole batch."""
     low, high = report.sizes[-1].peak or 0, report.sizes[0].peak or 0
     return int(low + share * (high - low))
 
 
 def compared(bench: Bench, plan: Callable[..., PlanReport], budget: int) -> PlanReport:
-    """The plan for a budget, with its ways."""
+    """Return the plan for a budget, with its ways."""
     with bench.budget:
         return plan(budget=budget, compare=True)
 
 
 def choice(bench: Bench, report: PlanReport, rounds: int) -> Choice:
-    """Steps of each way at its largest size under a budget."""
+    """Measure steps of each way at its largest size under a budget."""
     fitting = [way for way in report.ways if way.largest]
     bench.budget.limit = report.capacity or AMPLE
     try:
@@ -311,7 +316,7 @@ def choice(bench: Bench, report: PlanReport, rounds: int) -> Choice:
 
 
 def text(subjects: Sequence[Subject]) -> str:
-    """Two tables, and the paper's figures beside ours."""
+    """Return two tables, and the paper's figures beside ours."""
     columns: dict[str, Callable[[Subject], object]] = {
         "model": lambda s: s.name,
         "sizes": lambda s: f"{s.sizes[0].size}-{s.sizes[-1].size}",
@@ -342,7 +347,7 @@ def text(subjects: Sequence[Subject]) -> str:
 
 
 def summary(subjects: Sequence[Subject]) -> str:
-    """Ours and the paper's."""
+    """Return our figures and the paper's."""
     memory, speed = (
         min(getattr(each, name).r for each in subjects) for name in ("memory", "throughput")
     )
@@ -360,7 +365,7 @@ def summary(subjects: Sequence[Subject]) -> str:
 
 
 def draw(subjects: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Errors by size, and each budget's ways."""
+    """Draw errors by size, and each budget's ways."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.4), layout="constrained")
@@ -413,7 +418,7 @@ def draw(subjects: Sequence[Mapping[str, Any]], out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints tables, writes files."""
+    """Measure, print tables, write files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Smith et al.
-
-(arXiv 1711.00489): to grow the batch is as good as to decay the rate, in fewer updates.
+"""Smith et al. (arXiv 1711.00489): growing the batch in place of decaying the rate.
 
     python benchmarks/papers/smith.py
 
-Handwritten digits, a small net, SGD with momentum. The rate is divided by 5 after 30, 60 and 80 %
-of the epochs, as in the paper, or the batch is multiplied by 5 instead, up to a tenth of the data,
-and what is then left is decayed; or neither is done, which shows that it matters. Exit code 0 where
-the accuracies agree within their spread over the seeds, 3 where not.
+Their claim: it is as good, in fewer updates. Handwritten digits, a small net, SGD with momentum.
+The rate is divided by 5 after 30, 60 and 80 % of the epochs, as in the paper, or the batch is
+multiplied by 5 instead, up to a tenth of the data, and the rest is decayed; or neither is done,
+which shows that it matters. Exit code 0 where the accuracies agree within their spread over the
+seeds, 3 where not.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PAPER = {
 
 
 def train(kind: str, seed: int, epochs: int) -> dict[str, Any]:
-    """One run: updates so far, loss and size of the batch by epoch, and the accuracy at its end."""
+    """Train once; return updates, loss and size of the batch by epoch, and the accuracy."""
     data, test = digits()
     model = perceptron(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
@@ -62,7 +61,7 @@ def train(kind: str, seed: int, epochs: int) -> dict[str, Any]:
         if kind == GROW
         else BatchSchedule([(0, BATCH)])
     )
-    # which has nothing to do where the batch stays
+    # It has nothing to do where the batch stays.
     scheduler = decay(optimizer) if kind == DECAY else schedule.scheduler(optimizer)
     sampler = ElasticBatchSampler(TRAINED_ON, schedule, seed=seed)
     updates, by_epoch = 0, []
@@ -83,7 +82,7 @@ def train(kind: str, seed: int, epochs: int) -> dict[str, Any]:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]]) -> Figure:
-    """Loss by epochs and by updates, of the first seed."""
+    """Draw the loss by epochs and by updates, of the first seed."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for kind, found in runs.items():
@@ -97,7 +96,7 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains, prints the table and writes it."""
+    """Train, print the table and write it."""
     given = options(__doc__ or "", "smith", seeds=5, epochs=30, arguments=arguments)
     runs = {
         kind: [train(kind, seed, given.epochs) for seed in range(given.seeds)]

@@ -81,7 +81,7 @@ KILLED, RESUMED = mark("killed", 5), replace(mark("resumed", 4), at=0.5)
         (
             floor,
             record(end=End(1000, 1000, 0, FLOOR, False, 1.0)),
-            "not as at the start of the call",
+            "not as before the call",
         ),
         (floor, record(end=End(1000, 1000, 0, FLOOR, True, 99.0)), "after 99.0 s"),
         (blind, record(marks=[LOST, grow(3), BACK, grow(6)]), "step 3: it grew without a sensor"),

@@ -1,7 +1,7 @@
-"""One out-of-memory error in the middle of a step: what is lost by going on from there, and by making the step again.
+"""One out-of-memory error in the middle of a step.
 
-Starting the run again, as accelerate's users do, loses the steps made so far: that is in the whole
-run.
+How much is lost by going on from there, and how much by making the step again? Starting the run
+again, as accelerate's users do, loses the steps made so far: the whole run shows that.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ BEFORE, AFTER = 4, 12
 
 @dataclass(frozen=True)
 class Fault:
-    """What failures cost one contender.
+    """Cost of failures for one contender.
 
     Attributes:
-        workload: what was trained.
-        step: seconds of the hand-written loop's step, median.
-        contender: who trained.
-        lost: of each failure, in steps: how much longer than the hand-written loop's the step was,
-            with the eleven after it.
+        workload: its name.
+        step: seconds of the loop by hand's step, median.
+        contender: its name.
+        lost: of each failure, in steps: how much longer than the loop by hand's the step was, with
+        the
+            eleven after it.
         at_once: of each failure, in steps: how much longer the step itself was.
     """
 
@@ -50,12 +51,15 @@ class Fault:
 
 
 class Replaying(Halving):
-    """Composer's rule, but the size is back at once, so that the second making of the step is all that counts."""
+    """Composer's rule, but the size is back at once.
+
+    So the second making of the step is the whole cost.
+    """
 
     name = "makes the step again"
 
     def train(self, job: Job) -> None:
-        """With pieces of the size that all have."""
+        """Make all steps with pieces of the size that all contenders have."""
         for index in range(job.task.steps):
             with job.step(index) as batch:
                 self.size = -(-job.samples // PIECES)
@@ -63,12 +67,12 @@ class Replaying(Halving):
 
 
 def rows(quick: bool, rounds: int) -> list[Fault]:
-    """All workloads."""
+    """Return the figures of all workloads."""
     return [row for name in MODELS for row in measure(name, 1 if quick else 3 * rounds)]
 
 
 def measure(name: str, faults: int) -> list[Fault]:
-    """One workload, in as many runs as there are failures."""
+    """Return the figures of one workload, in as many runs as there are failures."""
     make, samples = MODELS[name]
     size = -(-samples // PIECES)
     task = Task(partial(make, samples), [AMPLE] * (BEFORE + AFTER), turn=1)
@@ -99,7 +103,10 @@ def measure(name: str, faults: int) -> list[Fault]:
 
 
 def fail(name: str, job: Job) -> None:
-    """Memory is gone for the moment of one piece's forward; not for the loop that all are measured against."""
+    """Make memory run out for the moment of one piece's forward.
+
+    The loop that all are measured against is spared.
+    """
     if name == Fixed.name:
         return
     inner, calls = job.workload.loss_fn, itertools.count(1)
@@ -117,7 +124,7 @@ def fail(name: str, job: Job) -> None:
 
 
 def text(found: Sequence[Fault]) -> str:
-    """As a table."""
+    """Return the figures as a table."""
     return table(
         found,
         {
@@ -130,5 +137,5 @@ def text(found: Sequence[Fault]) -> str:
 
 
 def middle(values: Sequence[float]) -> str:
-    """The median, and what lies outermost."""
+    """Return the median, and the outermost values."""
     return f"{statistics.median(values):.2f} ({min(values):.2f}, {max(values):.2f})"

@@ -22,8 +22,8 @@ class Flapping:
 
     Attributes:
         phases: how short and how long the co-tenant stays, or stays away, in steps.
-        contender: who trained.
-        seconds: of all steps.
+        contender: its name.
+        seconds: duration of all steps.
         fixed: these seconds against the best fixed size's.
         ooms: out-of-memory errors.
     """
@@ -36,7 +36,7 @@ class Flapping:
 
 
 def rows(quick: bool, rounds: int) -> list[Flapping]:
-    """Short and long phases."""
+    """Return the figures of short and long phases."""
     sweep = Sweep(partial(conv, 48), 1 if quick else 3, most=8)
     limits = sweep.limit_for(ALONE), sweep.limit_for(VISITED)
     found = []
@@ -66,7 +66,10 @@ def rows(quick: bool, rounds: int) -> list[Flapping]:
 
 
 def script(phases: tuple[int, int], limits: tuple[int, int], steps: int, seed: int) -> list[int]:
-    """Bytes at each step: one limit and the other in turns, for a random number of steps each."""
+    """Return the bytes at each step.
+
+    One limit and the other take turns, for a random number of steps each.
+    """
     rng, found = random.Random(seed), list[int]()
     for at in range(steps):
         found += [limits[at % 2]] * rng.randint(*phases)
@@ -74,7 +77,7 @@ def script(phases: tuple[int, int], limits: tuple[int, int], steps: int, seed: i
 
 
 def text(found: Sequence[Flapping]) -> str:
-    """As a table."""
+    """Return the figures as a table."""
     return table(
         found,
         {

@@ -1,4 +1,4 @@
-"""What a call without events costs against the hand-written loop, with ample memory and no budget."""
+"""Cost of a call without events against the loop by hand, with ample memory and no budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.workloads import PIECES
 
 
 def rows(quick: bool, rounds: int) -> list[Result]:
-    """All workloads, in six pieces."""
+    """Return the figures of all workloads, in six pieces."""
     made = [make(samples) for make, samples in MODELS.values()]
     sized = [replace(workload, size=-(-workload.samples // PIECES)) for workload in made]
     return [
@@ -21,7 +21,7 @@ def rows(quick: bool, rounds: int) -> list[Result]:
 
 
 def text(found: Sequence[Result]) -> str:
-    """As a table."""
+    """Return the figures as a table."""
     return table(
         found,
         {

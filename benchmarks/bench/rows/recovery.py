@@ -1,4 +1,7 @@
-"""From a co-tenant's end to full speed, at steps of 5 ms to 5 s, of which the longest are slept: its loss sleeps as long as its samples are worth."""
+"""Time from a co-tenant's end to full speed, at steps of 5 ms to 5 s.
+
+The longest steps are slept: their loss sleeps for as long as its samples would take.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ class Recovery:
     """All visits at one length of step.
 
     Attributes:
-        workload: what was trained.
+        workload: its name.
         step: seconds of a step at full speed, median.
-        visits: how many there were.
+        visits: number of visits.
         steps: from the end of each until the whole batch ran in one piece again; the steps of the
             rest of its time where it never did.
-        seconds: that these steps took.
-        ooms: in all.
+        seconds: duration of these steps.
+        ooms: out-of-memory errors in all.
     """
 
     workload: str
@@ -48,19 +51,19 @@ class Course:
     visits: int
 
     def limits(self, alone: int, visited: int) -> list[int]:
-        """Bytes at each step."""
+        """Return the bytes at each step."""
         return [alone] * self.before + ([visited] * self.visit + [alone] * self.after) * self.visits
 
     @property
     def returns(self) -> list[int]:
-        """The steps at which the co-tenant has gone."""
+        """Steps at which the co-tenant has gone."""
         return [
             self.before + self.visit + at * (self.visit + self.after) for at in range(self.visits)
         ]
 
 
 def rows(quick: bool, rounds: int) -> list[Recovery]:
-    """Four lengths of step.
+    """Return the figures of four lengths of step.
 
     On a CPU a step of half a second is hardly faster in one piece: those are slept.
     """
@@ -79,7 +82,7 @@ def rows(quick: bool, rounds: int) -> list[Recovery]:
 def measure(
     make: Callable[[], Workload], course: Course, sweep_with: Callable[[], Workload] | None = None
 ) -> Recovery:
-    """One length of step.
+    """Return the figures of one length of step.
 
     Args:
         make: the workload.
@@ -109,7 +112,7 @@ def measure(
 
 
 def text(found: Sequence[Recovery]) -> str:
-    """As a table."""
+    """Return the figures as a table."""
     return table(
         found,
         {

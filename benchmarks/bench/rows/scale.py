@@ -1,4 +1,7 @@
-"""What a call costs beyond the hand-written loop as batches and models grow: microseconds a call and a piece, with little work in either."""
+"""Cost of a call beyond the loop by hand, as batches and models grow.
+
+It is in microseconds a call and a piece, with little work in either.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,17 @@ class Leaves(nn.Module):
         self.leaves = nn.ParameterList(torch.zeros(10) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, 10) → the same."""
+        """Map (samples, 10) to the same shape."""
         for leaf in self.leaves:
             x = x + leaf
         return x
 
 
 def rows(quick: bool, rounds: int) -> list[Scale]:
-    """Samples from 10² to 10⁵ on ten leaves, leaves from 10 to 10⁴ on a hundred samples."""
+    """Return the figures of batches from 10² to 10⁵ samples, and of models from 10 to 10⁴ leaves.
+
+    The batches are for ten leaves, the models for a hundred samples.
+    """
     grid = [
         (10**2, 10),
         (10**3, 10),
@@ -72,7 +78,7 @@ def _measure(samples: int, leaves: int, calls: int, seconds: float) -> Scale:
 
 
 def text(found: Sequence[Scale]) -> str:
-    """As a table."""
+    """Return the figures as a table."""
     return table(
         found,
         {

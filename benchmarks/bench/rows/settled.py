@@ -1,4 +1,7 @@
-"""Speed at the settled size under a limit that stays, against the loop by hand with the best size of an exhaustive sweep."""
+"""Speed at the settled size under a limit that stays.
+
+It is compared with the loop by hand with the best size of an exhaustive sweep.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from benchmarks.bench.sweep import Sweep
 from benchmarks.bench_overhead import Estimate, median_of
 
 SETTLING, STEPS = 20, 80
-"""Steps that do not count, and those that do."""
+"""Steps that do not count, and steps that do."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,12 @@ class Settled:
     """One workload.
 
     Attributes:
-        workload: what was trained.
-        step: seconds of the hand-written loop's step, median.
+        workload: its name.
+        step: seconds of the loop by hand's step, median.
         size: samples of its longest piece, the best of all sizes.
         sizes: of elastic_mbs in the steps that count.
         slower: its time against the loop's, -1, of step and step.
-        control: the same of a second loop by hand: what the method reads where there is nothing.
+        control: the same of a second loop by hand: the reading where nothing differs.
     """
 
     workload: str
@@ -48,7 +51,7 @@ class Again(Fixed):
 
 
 def rows(quick: bool, rounds: int) -> list[Settled]:
-    """All workloads."""
+    """Return the figures of all workloads."""
     return [
         measure(name, 1 if quick else rounds, *((8, 4) if quick else (SETTLING, STEPS)))
         for name in MODELS
@@ -56,9 +59,9 @@ def rows(quick: bool, rounds: int) -> list[Settled]:
 
 
 def measure(name: str, rounds: int, settling: int, steps: int) -> Settled:
-    """One workload.
+    """Return the figures of one workload.
 
-    Each round has models of its own: where one lies in memory makes a difference of its own.
+    Each round has models of its own: the place of a model in memory makes a difference.
     """
     make = partial(MODELS[name][0], MODELS[name][1])
     sweep = Sweep(make, 1 if steps < STEPS else 3, most=ALONE + 3)
@@ -89,7 +92,7 @@ def measure(name: str, rounds: int, settling: int, steps: int) -> Settled:
 
 
 def text(found: Sequence[Settled]) -> str:
-    """As a table."""
+    """Return the figures as a table."""
     return table(
         found,
         {

@@ -1,8 +1,7 @@
 """A whole run: start-up, one visit of a co-tenant, and its end.
 
-Shows what a start costs, too, and the speed at the settled size.
-
-On a simulated CUDA device no time means anything: there it is counts alone.
+It also shows the cost of a start, and the speed at the settled size. On a simulated CUDA device no
+time means anything: there it is counts alone.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ ALONE, VISITED = 3, 7
 
 @dataclass(frozen=True)
 class Course:
-    """How many steps a run has, and when the co-tenant comes."""
+    """Number of steps of a run, and the time of the co-tenant's visit."""
 
     steps: int = 200
     comes: int = 80
     visit: int = 20
 
     def limits(self, alone: int, visited: int) -> list[int]:
-        """Bytes at each step."""
+        """Return the bytes at each step."""
         return [
             visited if self.comes <= step < self.comes + self.visit else alone
             for step in range(self.steps)
@@ -50,15 +49,15 @@ QUICK = Course(steps=24, comes=12, visit=4)
 
 @dataclass(frozen=True)
 class Counts:
-    """What one contender's run says without a clock.
+    """Figures of one contender's run without a clock.
 
     Attributes:
-        workload: what was trained.
+        workload: its name.
         visit: steps that the co-tenant stayed.
-        contender: who trained.
+        contender: its name.
         ooms: out-of-memory errors, those of a search among them.
         made: steps made, also in vain.
-        start_ooms: until the size of the start had settled.
+        start_ooms: errors until the size of the start had settled.
         start_steps: steps made until then.
         back: steps from the co-tenant's end until the best size was back; None: never.
         replayed: samples that were run again, those of a search among them.
@@ -82,13 +81,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class Run(Counts):
-    """One contender's run.
+    """Figures of one contender's run with a clock.
 
     Attributes:
         step_ms: of the oracle, median of the settled steps before the visit.
         seconds: all of the run, steps made in vain and searches among them.
         ratio: to the oracle's.
-        start_lost: seconds until then beyond the oracle's for the steps that counted.
+        start_lost: seconds of the start beyond the oracle's for the steps that counted.
         settled: seconds of a step against the oracle's same one, median of the last half before the
             visit; below 1 is faster.
         settled_low: first quartile of these ratios.
@@ -107,12 +106,12 @@ class Run(Counts):
 
 
 def rows(quick: bool, rounds: int, device: torch.device = CPU) -> list[Counts]:
-    """All workloads, on a CPU or on a CUDA device."""
+    """Return the figures of all workloads, on a CPU or on a CUDA device."""
     return on_cpu(quick, rounds) if device.type == "cpu" else on_cuda(quick, rounds, device)
 
 
 def on_cuda(quick: bool, rounds: int, device: torch.device) -> list[Counts]:
-    """Without those who start the run again."""
+    """Return the figures without the peers that start the run again."""
     settle(device)
     simulated = simcuda.inside()
     course = QUICK if quick else Course(steps=30, comes=12, visit=6) if simulated else Course()
@@ -129,9 +128,10 @@ def on_cuda(quick: bool, rounds: int, device: torch.device) -> list[Counts]:
 
 
 def on_cpu(quick: bool, rounds: int) -> list[Counts]:
-    """From round to round the two visits change places.
+    """Return the figures of all contenders.
 
-    Who restarts takes long: in short visits only.
+    From round to round the two visits change places. Peers that restart take long: they have short
+    visits only.
     """
     found = []
     for turn in range(rounds):
@@ -156,7 +156,7 @@ def measure(
     turn: int = 10,
     more: Sequence[Callable[[], Contender]] = (),
 ) -> list[Counts]:
-    """All contenders on one workload.
+    """Return the figures of all contenders on one workload.
 
     Args:
         make: the workload.
@@ -216,7 +216,7 @@ def _run(contender: str, job: Job, oracle: Job, sweep: Sweep, course: Course) ->
 
 
 def _settled(done: Sequence[Done]) -> int:
-    """Steps until the size is that of the last of them, and stays."""
+    """Return the steps until the size is that of the last of them, and stays."""
     other = [at for at, step in enumerate(done) if step.size != done[-1].size]
     return other[-1] + 2 if other else 1
 
@@ -248,5 +248,5 @@ COUNTS: Columns = {
 
 
 def text(runs: Sequence[Counts]) -> str:
-    """As a table."""
+    """Return the figures as a table."""
     return table(runs, {**WHO, **(TIMES if isinstance(runs[0], Run) else {}), **COUNTS})
