@@ -70,7 +70,7 @@ def main() -> None:
 
 def check_description() -> None:
     """Check that the page of an index has no link to a file, which would be missing there."""
-    text = str(metadata.metadata("elastic-mbs").get_payload())
+    text = metadata.distribution("elastic-mbs").read_text("METADATA") or ""
     assert "## What it promises" in text, text
     links = re.findall(r"\]\((?!https?:|#)[^)]*\)|^\[\d+\]:.*$", text, re.MULTILINE)
     assert not links, links

@@ -19,7 +19,7 @@ from benchmarks.bench.rows import fault, idle, settled, whole_run
 from benchmarks.bench.sweep import Sweep
 
 
-def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(
+def test_all_contenders_of_the_whole_run_train_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_run, "MODELS", {"lstm": MODELS["lstm"]})
@@ -54,7 +54,7 @@ def test_every_other_row_has_a_table(
     )
 
 
-def test_samples_are_counted_as_replayed_where_the_runtime_says_so_and_not_for_a_plan() -> None:
+def test_samples_of_a_plan_do_not_count_as_replayed() -> None:
     make = partial(MODELS["gpt"][0], 12)
     sweep = Sweep(make, 1, most=4)
     limits = [sweep.limit_for(pieces) for pieces in (2, 3, 2, 2)]

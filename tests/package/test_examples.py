@@ -1,4 +1,4 @@
-"""The example scripts of the three ways in run as they are; tests/integrations has the trainers'."""
+"""Example scripts, one per way in, run as they are; tests/integrations has the trainers'."""
 
 import pytest
 

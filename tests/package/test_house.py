@@ -1,4 +1,4 @@
-"""The house stays small: what may only shrink is counted here.
+"""Rules of the house.
 
 Import-linter holds the layers (pyproject.toml), ruff the complexity.
 """
@@ -28,7 +28,7 @@ def lines_of(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-# torch's, and those of named tuples
+# torch's names, and those of named tuples
 NOT_OURS = {*dir(torch.nn.Module()), *dir(torch.Tensor), "_make", "_replace"}
 PACKAGE = {
     path: ast.parse(path.read_text()) for path in files_of("elastic_mbs") if path.suffix == ".py"
@@ -48,7 +48,7 @@ def functions() -> Iterator[tuple[str, int]]:
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """What a module's classes define: `self._x`, and `_x` in a class body."""
+    """Return the names that a module's classes define: `self._x`, and `_x` in a class body."""
     names = {
         node.attr
         for node in ast.walk(tree)

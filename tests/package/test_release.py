@@ -1,4 +1,4 @@
-"""What is published agrees with itself: versions, classifiers and the matrix of the tests."""
+"""Agreement of published files: versions, classifiers and the matrix of the tests."""
 
 import re
 import tomllib

@@ -1,4 +1,7 @@
-"""From records that are made up: each assertion of a scenario accepts a good one and rejects one that breaks it; and the stress tool's page."""
+"""Checks of scenarios on records that are made up, and the stress tool's page.
+
+Each check accepts a good record and rejects one that breaks it.
+"""
 
 import math
 import re
@@ -247,7 +250,7 @@ FEW_PIECES = "there is room for the batch, but it still runs in 8 pieces at the 
         ("unexpected error: OptimizerStepError: it does not fit", FLAT, None),
     ],
 )
-def test_what_a_scenario_cannot_show_on_the_users_model_is_said_and_not_held_against_it(
+def test_a_users_model_that_shows_nothing_is_told_and_not_failed(
     complaint: str, needs: dict[str, Any], unshown: str | None
 ) -> None:
     found = judged("cliff", record(complaints=[complaint], **needs))
@@ -263,7 +266,7 @@ def test_a_process_that_dies_is_a_failed_record_also_of_the_users_model() -> Non
     assert (found.passed, found.complaints) == (False, ["the job was ended by SIGSEGV"])
 
 
-def test_a_batch_that_went_through_whole_is_no_proof_for_one_that_never_fitted() -> None:
+def test_a_batch_that_went_through_whole_is_no_proof() -> None:
     # under the process limit a user's small model ran its whole batch at once, without a failure,
     # and `too_big` said ok
     found = judged("too_big", record([small(0), step(1)]))
@@ -274,7 +277,7 @@ def test_a_batch_that_went_through_whole_is_no_proof_for_one_that_never_fitted()
     assert found.verdict != "ok"
 
 
-def test_in_few_steps_a_growth_that_comes_too_late_is_not_held_against_the_training() -> None:
+def test_a_late_growth_in_few_steps_is_excused() -> None:
     def late(count: int) -> list[Step]:
         return [small(i, peak=4200) for i in range(count)]
 

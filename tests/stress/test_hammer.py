@@ -1,4 +1,4 @@
-"""The hammer: it strikes where it is told to, survives what is right, tells what is wrong, and repeats it."""
+"""The hammer: it strikes where told, passes right outcomes, names wrong ones, and repeats them."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def run(*arguments: str) -> int:
 
 @contextmanager
 def same_process() -> Iterator[None]:
-    """Threads and random streams stay as they are."""
+    """Keep threads and random streams as they are."""
     threads, streams = torch.get_num_threads(), Streams.now()
     yield
     torch.set_num_threads(threads)
@@ -48,7 +48,7 @@ def same_process() -> Iterator[None]:
 
 
 def struck(model: str, *, failures: int, seed: int = 0, steps: int = 60) -> Counts:
-    """One round in this process, on counted tensors."""
+    """Run one round in this process, on counted tensors."""
     found: list[dict[str, Any]] = []
     with same_process():
         hammer(found.append, kind="budget", model=model, seed=seed, failures=failures, steps=steps)
@@ -57,7 +57,7 @@ def struck(model: str, *, failures: int, seed: int = 0, steps: int = 60) -> Coun
     return counts
 
 
-def test_memory_moves_before_the_operation_that_is_named_and_is_free_after_the_block() -> None:
+def test_memory_moves_before_its_operation_and_is_free_after_the_block() -> None:
     limits: list[int | None] = []
     with BudgetLimit() as world:
         kept = torch.ones(1024)
@@ -162,7 +162,7 @@ def test_a_planted_bug_is_told(bug: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Result(float):
-    """What a call has told: a loss over one piece."""
+    """The result of a call: a loss over one piece."""
 
     partition = ((0, small_models.SAMPLES),)
     skipped = ()
@@ -170,7 +170,7 @@ class Result(float):
 
 @pytest.fixture
 def at_rest() -> Iterator[Training]:
-    """A round of the branched model before its first step, with the twin as the model is."""
+    """Yield a round of the branched model before its first step, with the twin like the model."""
     with same_process(), BudgetLimit() as world:
         found = Training(world, BRANCHED, 0)
         found.prepare()
@@ -244,7 +244,10 @@ def test_real_allocators_fail_in_a_process_of_its_own(
 
 
 class Rounds(list[dict[str, Any]]):
-    """Stands for `run_child`: each round makes ten failures; then the second of them, or all, end in an error."""
+    """Stand-in for `run_child`: each round makes ten failures.
+
+    Then the second round, or each, ends in an error.
+    """
 
     def __init__(self, error: Exception, *, always: bool = False) -> None:
         self.error, self.always = error, always
@@ -279,7 +282,7 @@ ENDINGS = [
 @pytest.mark.parametrize(
     ("error", "code", "told"), ENDINGS, ids=["hang", "crash", "error", "wrong"]
 )
-def test_a_round_that_ends_badly_is_told_with_the_command_that_repeats_it_and_the_run_goes_on(
+def test_a_bad_round_names_its_command_and_the_run_goes_on(
     error: Exception,
     code: int,
     told: str,
