@@ -72,8 +72,8 @@ def check_description() -> None:
     """Check that the page of an index has no link to a file, which would be missing there."""
     text = metadata.distribution("elastic-mbs").read_text("METADATA") or ""
     assert "## What it promises" in text, text
-    links = re.findall(r"\]\((?!https?:|#)[^)]*\)|^\[\d+\]:.*$", text, re.MULTILINE)
-    assert not links, links
+    links = r"\]\((?!https?:|#)[^)]*\)|^\[[\w-]+\]: (?!https?:).*$|src(set)?=\"(?!https?:)"
+    assert not (found := re.search(links, text, re.MULTILINE)), found
 
 
 def check_stress_tool(package: Path) -> None:
