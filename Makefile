@@ -22,7 +22,11 @@ demo: .venv/installed
 test: .venv/installed
 	@$(BIN)/python -m pytest --quiet --numprocesses=auto
 
-# The rooms and the first promises, in less than a minute on two cores.
+# The rooms that know nothing of the engine, and the promises that a change breaks first: less than a
+# minute on two cores.
+QUICK := tests/batch tests/controller tests/memory tests/sinks \
+	$(addprefix tests/promises/test_,exact.py once.py whole.py)
+
 quick: .venv/installed
 	@$(BIN)/python -m pytest --quiet --numprocesses=2 $(QUICK)
 
