@@ -47,7 +47,7 @@ Step = Callable[[Batch], int]  # → pieces
 
 @dataclass(frozen=True)
 class Row:
-    """One loop's outcome.
+    """A loop's outcome.
 
     Attributes:
         loop: its name.

@@ -58,7 +58,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Result:
-    """One workload's outcome.
+    """A workload's outcome.
 
     Attributes:
         name: the workload.

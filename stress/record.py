@@ -83,7 +83,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step."""
+    """An optimizer step."""
 
     step: int  # number, from 0
     at: float
@@ -182,7 +182,7 @@ class End:
 
 @dataclass
 class Run:
-    """One process of a scenario."""
+    """A process of a scenario."""
 
     scenario: str
     kind: str

@@ -50,7 +50,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the check."""
+    """A part of the check."""
 
     name: str  # key in the JSON
     command: Sequence[str]  # run in the repository's root

@@ -23,7 +23,7 @@ LEARNING_RATE = 0.01
 
 @dataclass(frozen=True)
 class Task:
-    """One training run under a script.
+    """A training run under a script.
 
     Attributes:
         make: the workload; the same one each time.
@@ -45,7 +45,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Done:
-    """One step, also a failed one.
+    """A step, also a failed one.
 
     Attributes:
         index: number of the step in the run.
@@ -64,7 +64,7 @@ class Done:
 
 @dataclass
 class Job:
-    """One contender's run of a task.
+    """A contender's run of a task.
 
     Attributes:
         task: the run to make.

@@ -27,7 +27,7 @@ The place of small tensors depends on earlier runs, and they take blocks of 2 Mi
 
 @dataclass(frozen=True)
 class Fixed:
-    """One size.
+    """A size.
 
     Attributes:
         size: samples of the longest piece.
@@ -44,7 +44,7 @@ class Fixed:
 
 
 class Sweep:
-    """All sizes that cut a batch into 1 to `most` pieces, measured in turns.
+    """The sizes that cut a batch into 1 to `most` pieces, measured in turns.
 
     Other sizes need as many pieces as one of these, and more memory.
 

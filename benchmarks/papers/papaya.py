@@ -65,7 +65,7 @@ MODELS: Mapping[str, tuple[Callable[[int], Workload], int]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """One size, in samples: peak bytes and seconds of a piece, measured and predicted."""
+    """A size, in samples: peak bytes and seconds of a piece, measured and predicted."""
 
     size: int
     peak: int
@@ -102,7 +102,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Choice:
-    """One budget: the ways to save memory, by name.
+    """A budget: the ways to save memory, by name.
 
     Attributes:
         budget: bytes.
@@ -125,7 +125,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Subject:
-    """One model.
+    """A model.
 
     Attributes:
         name: for people.

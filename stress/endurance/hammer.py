@@ -67,7 +67,7 @@ Room = float | str | None
 
 @dataclass(frozen=True)
 class Blow:
-    """One move of memory."""
+    """A move of memory."""
 
     at: int  # number of the operation in the step that it precedes, from 1; 0 is before the step
     room: Room  # memory that is left
@@ -272,7 +272,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 class _Run:
-    """All rounds, and their results."""
+    """The rounds, and their results."""
 
     def __init__(self, options: argparse.Namespace, models: list[str]) -> None:
         self._options, self._progress = options, Progress()

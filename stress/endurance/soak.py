@@ -196,7 +196,7 @@ class Soak(Training):
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement, with every runtime closed and every gradient gone."""
+    """A measurement, with every runtime closed and every gradient gone."""
 
     at: float  # seconds since the start
     live: int  # bytes of tensors, as the memory limit counts them

@@ -29,7 +29,7 @@ from .target import Partition, Target, reference, whole_batch
 
 @dataclass
 class Call:
-    """One way to use a runtime, on one case."""
+    """A way to use a runtime, on one case."""
 
     target: Target
     case: Subject

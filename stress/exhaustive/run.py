@@ -1,4 +1,4 @@
-"""One call under injection.
+"""A call under injection.
 
 Its outcome has to be that of a call without failures, or a typed error with everything as it was.
 """

@@ -49,7 +49,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """One case."""
+    """A case."""
 
     seed: int = 0  # seed of weights, batches and random streams
     layers: tuple[str, ...] = ()  # layers of the network, by name

@@ -45,7 +45,7 @@ class InterpretedBackend:
 
 @dataclass(frozen=True)
 class Subject:
-    """One training run that is still to be made."""
+    """A training run that is still to be made."""
 
     model: nn.Module
     # loss of a piece, as ElasticMBS takes it; with `over`, its embeddings

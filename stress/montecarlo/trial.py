@@ -1,4 +1,4 @@
-"""One case from its start to its end.
+"""A case from its start to its end.
 
 Each step is compared with a loop by hand, nothing may stay alive, and the events have to add up.
 """

@@ -29,7 +29,7 @@ _FALLS = (checks.bounded, checks.something_happened)
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way of running out of memory."""
+    """A way of running out of memory."""
 
     name: str  # name on the command line
     script: Script
@@ -57,7 +57,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Order:
-    """One process of a scenario, as data that goes to it."""
+    """A process of a scenario, as data that goes to it."""
 
     scenario: str
     kind: str  # kind of limit

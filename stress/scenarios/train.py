@@ -1,4 +1,4 @@
-"""One training run under a script, which moves the memory here.
+"""A training run under a script, which moves the memory here.
 
 It is the user's loop, with a record of each step.
 """

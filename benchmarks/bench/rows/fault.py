@@ -1,4 +1,4 @@
-"""One out-of-memory error in the middle of a step.
+"""An out-of-memory error in the middle of a step.
 
 How much is lost by going on from there, and how much by making the step again? Starting the run
 again, as accelerate's users do, loses the steps made so far: the whole run shows that.

@@ -18,7 +18,7 @@ from benchmarks.bench.sweep import Sweep
 
 @dataclass(frozen=True)
 class Flapping:
-    """One contender's run.
+    """A contender's run.
 
     Attributes:
         phases: how short and how long the co-tenant stays, or stays away, in steps.

@@ -21,7 +21,7 @@ from benchmarks.workloads import Workload
 
 @dataclass(frozen=True)
 class Recovery:
-    """All visits at one length of step.
+    """The visits at one length of step.
 
     Attributes:
         workload: its name.

@@ -21,7 +21,7 @@ PIECES = 8
 
 @dataclass(frozen=True)
 class Scale:
-    """One size of batch and model.
+    """A size of batch and model.
 
     Attributes:
         samples: of the batch.

@@ -25,7 +25,7 @@ SETTLING, STEPS = 20, 80
 
 @dataclass(frozen=True)
 class Settled:
-    """One workload.
+    """A workload.
 
     Attributes:
         workload: its name.
@@ -45,7 +45,7 @@ class Settled:
 
 
 class Again(Fixed):
-    """The same loop by hand with a model of its own."""
+    """A second loop by hand with a model of its own."""
 
     name = "best fixed size, again"
 
