@@ -108,7 +108,9 @@ class Loops:
     """The loops over one model: functions of a batch on the host that return its pieces."""
 
     def __init__(self, model: GPT, size: int, device: torch.device, stack: ExitStack) -> None:
-        self.model, self.size, self.device = model, size, device
+        self.model = model
+        self.size = size
+        self.device = device
         new = partial(
             ElasticMBS,
             model,
@@ -116,10 +118,8 @@ class Loops:
             count=count_tokens("labels"),
             policy=Policy(grow=False),
         )
-        plain, by_length = (
-            stack.enter_context(new()),
-            stack.enter_context(new(pieces="by_length", length="mask")),
-        )
+        plain = stack.enter_context(new())
+        by_length = stack.enter_context(new(pieces="by_length", length="mask"))
         self.steps: dict[str, Step] = {
             PADDED: lambda batch: self.by_hand(batch, in_order),
             "padded again": lambda batch: self.by_hand(batch, in_order),
@@ -135,7 +135,8 @@ class Loops:
     def by_hand(self, batch: Batch, cut: Callable[[list[int], int, int], Ranges]) -> int:
         """Make a step in which each piece's loss weighs its share of the batch's tokens."""
         lengths = batch["mask"].sum(1).tolist()
-        total, pieces = sum(lengths), 0
+        total = sum(lengths)
+        pieces = 0
         for samples, length in cut(lengths, self.size, batch["mask"].shape[1]):
             piece = {
                 name: tensor[samples, :length].to(self.device, non_blocking=True)

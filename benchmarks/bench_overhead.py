@@ -132,7 +132,8 @@ def compare(workload: Workload, *, pairs: int, seconds: float, seed: int = 0) ->
         def step(run: Callable[[], object]) -> _Took:
             workload.model.zero_grad()
             wait(workload.device)
-            cpu, wall = time.process_time(), time.perf_counter()
+            cpu = time.process_time()
+            wall = time.perf_counter()
             run()
             wait(workload.device)
             return _Took(time.perf_counter() - wall, time.process_time() - cpu)
@@ -284,10 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts: dict[str, Mapping[str, object]] = {}
         for name in options.workloads or FOR_THE_BREAKDOWN:
             workload = MAKERS[name](4, device)
-            loop, rows = (
-                per_call_and_piece(workload, options.pairs, options.seconds / 2),
-                by_part(workload, options.pairs, options.seconds / 2),
-            )
+            loop = per_call_and_piece(workload, options.pairs, options.seconds / 2)
+            rows = by_part(workload, options.pairs, options.seconds / 2)
             parts[name] = {**asdict(loop), "parts": [asdict(row) for row in rows]}
             print(breakdown_text(name, loop, rows), flush=True)
         report["breakdown"] = parts

@@ -48,7 +48,8 @@ def by_part(workload: Workload, calls: int, seconds: float) -> list[Row]:
         seconds: time at most; five calls are run all the same.
     """
     # Processor time: neighbours on the machine do not count.
-    profile, done = cProfile.Profile(time.process_time), 0
+    profile = cProfile.Profile(time.process_time)
+    done = 0
     with make_runtime(workload) as mbs:
         for _ in range(WARM):
             mbs.backward(workload.loss_fn, workload.batch)
@@ -126,7 +127,8 @@ def per_call_and_piece(workload: Workload, rounds: int, seconds: float) -> Loop:
         gc.disable()  # a collection would hit one loop and not the other
         try:
             for pieces, (by_hand, elastic) in loops.items():
-                began, taken = time.perf_counter(), list[float]()
+                began = time.perf_counter()
+                taken = list[float]()
                 while len(taken) < rounds and (
                     len(taken) < 5 or time.perf_counter() - began < seconds / len(loops)
                 ):
@@ -162,7 +164,8 @@ def _opcodes(run: Callable[[], object], workload: Workload) -> int:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
         count += event == "opcode"
         return trace
 

@@ -176,7 +176,8 @@ def make_gpt(size: int, device: torch.device) -> Workload:
     """
     width, layers = (512, 8) if device.type == "cuda" else (128, 4)
     model = GPT(GPTConfig(context=128, width=width, heads=4, layers=layers)).to(device)
-    samples, length = PIECES * size, 128
+    samples = PIECES * size
+    length = 128
     tokens = torch.randint(0, 256, (samples, length))
     labels = tokens.roll(-1, 1)
     for row in range(samples):

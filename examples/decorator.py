@@ -26,7 +26,8 @@ def main() -> None:
         logits = head(model(inputs))
         return functional.cross_entropy(logits, targets), logits.argmax(1) == targets
 
-    losses, ooms = [], 0
+    losses = []
+    ooms = 0
     with MemoryBudget(BUDGET):  # stands in for a small GPU
         for _ in range(STEPS):
             result = train_step((points, labels))  # the whole batch; the gradients are ready

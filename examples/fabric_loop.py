@@ -24,10 +24,8 @@ class Transformer(nn.Module):
 
     def __init__(self, characters: int, width: int = 32) -> None:
         super().__init__()
-        self.embed, self.place = (
-            nn.Embedding(characters, width),
-            nn.Parameter(torch.zeros(LENGTH, width)),
-        )
+        self.embed = nn.Embedding(characters, width)
+        self.place = nn.Parameter(torch.zeros(LENGTH, width))
         self.layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True)
         self.head = nn.Linear(width, characters)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))

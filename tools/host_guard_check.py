@@ -155,7 +155,9 @@ def _train(steps: int, *, guard: bool) -> int:
     wanted = [
         parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
     ]
-    ooms, worst, sizes = 0, 0.0, set()
+    ooms = 0
+    worst = 0.0
+    sizes = set()
     began = time.perf_counter()
 
     def count(event: object) -> None:

@@ -27,7 +27,8 @@ def compete(
     jobs: dict[str, Job] = {}
 
     def run(entry: Entry, hand_over: HandOver) -> None:
-        contender, job = entry(), Job(task, hand_over)
+        contender = entry()
+        job = Job(task, hand_over)
         jobs[contender.name] = job
         prepare(contender.name, job)
         contender.train(job)

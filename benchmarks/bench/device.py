@@ -28,7 +28,8 @@ class MemoryFraction:
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
-        self.device, self._limit = device, 0
+        self.device = device
+        self._limit = 0
         self._refused_before = refusals(device)
         self.limit = limit
 

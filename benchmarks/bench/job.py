@@ -87,7 +87,9 @@ class Job:
             torch.manual_seed(0)
             made = self.task.make()
         self.workload = replace(made, loss_fn=self._counting(made.loss_fn))
-        self.model, self.samples, self.device = made.model, made.samples, made.device
+        self.model = made.model
+        self.samples = made.samples
+        self.device = made.device
         self._start = {
             name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()
         }
@@ -151,10 +153,8 @@ class Job:
             with self.running():
                 yield batch
         finally:
-            before, ooms = (
-                (self.done[-1].ended if self.done else 0.0),
-                sum(step.ooms for step in self.done),
-            )
+            before = self.done[-1].ended if self.done else 0.0
+            ooms = sum(step.ooms for step in self.done)
             self.done.append(
                 Done(index, self.seconds - before, self.seconds, self.size, self.budget.ooms - ooms)
             )

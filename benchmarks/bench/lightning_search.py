@@ -66,7 +66,9 @@ class _Samples(Dataset[Any]):
 class _Module(lightning.LightningModule):
     def __init__(self, job: Job) -> None:
         super().__init__()
-        self.model, self.job, self.batch_size = job.model, job, 2
+        self.model = job.model
+        self.job = job
+        self.batch_size = 2
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, _: int) -> None:

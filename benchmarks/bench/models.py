@@ -29,7 +29,8 @@ class LastState(nn.Module):
 
     def __init__(self, rnn: nn.RNNBase) -> None:
         super().__init__()
-        self.rnn, self.head = rnn, nn.Linear(rnn.hidden_size, 10)
+        self.rnn = rnn
+        self.head = nn.Linear(rnn.hidden_size, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (samples, length, features) to (samples, 10)."""
@@ -42,7 +43,8 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(4, width)
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.GroupNorm(4, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map channels to as many channels."""
@@ -55,10 +57,8 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
-        self.encoder, self.head = (
-            nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
-            nn.Linear(64, 10),
-        )
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (samples, length, 64) to (samples, 10)."""

@@ -15,7 +15,8 @@ class _Worker(threading.Thread):
     def __init__(self, work: Callable[[HandOver], None]) -> None:
         super().__init__(daemon=True)
         self.work = work
-        self.go, self.back = threading.Semaphore(0), threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+        self.back = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.ended = False
 

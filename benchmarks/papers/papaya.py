@@ -202,11 +202,9 @@ def cut(samples: int, size: int) -> list[tuple[int, int]]:
 def subject(make: Callable[[int], Workload], start: int, rounds: int) -> Subject:
     """Return all figures of one model."""
     bench = Bench(make, start * max(MULTIPLES))
-    workload, sizes, calibrated = (
-        bench.workload,
-        [start * each for each in MULTIPLES],
-        [start * each for each in CALIBRATED],
-    )
+    workload = bench.workload
+    sizes = [start * each for each in MULTIPLES]
+    calibrated = [start * each for each in CALIBRATED]
     bench.run("none", [(0, sizes[-1])])  # warm-up
     measured = dict(
         zip(sizes, bench.least([("none", [(0, size)]) for size in sizes], rounds), strict=True)
@@ -308,10 +306,8 @@ def choice(bench: Bench, report: PlanReport, rounds: int) -> Choice:
     best = min(measured, key=lambda name: measured[name])
     picked = report.fastest
     lost = None if picked is None else measured[picked] / measured[best] - 1
-    sizes, seconds = (
-        {way.name: way.largest for way in fitting},
-        {way.name: way.seconds for way in fitting},
-    )
+    sizes = {way.name: way.largest for way in fitting}
+    seconds = {way.name: way.seconds for way in fitting}
     return Choice(report.capacity or AMPLE, sizes, seconds, measured, picked, best, lost)
 
 
@@ -352,7 +348,8 @@ def summary(subjects: Sequence[Subject]) -> str:
         min(getattr(each, name).r for each in subjects) for name in ("memory", "throughput")
     )
     made = [one for each in subjects for one in each.choices]
-    right, lost = sum(one.picked == one.best for one in made), max(one.lost or 0.0 for one in made)
+    right = sum(one.picked == one.best for one in made)
+    lost = max(one.lost or 0.0 for one in made)
     slowest = max(took for each in subjects for took in each.slowdown.values())
     return (
         f"R of peak memory at least {memory:.4f}, of throughput {speed:.4f} (PAPAYA: more than "

@@ -64,7 +64,8 @@ def train(kind: str, seed: int, epochs: int) -> dict[str, Any]:
     # It has nothing to do where the batch stays.
     scheduler = decay(optimizer) if kind == DECAY else schedule.scheduler(optimizer)
     sampler = ElasticBatchSampler(TRAINED_ON, schedule, seed=seed)
-    updates, by_epoch = 0, []
+    updates = 0
+    by_epoch = []
     with ElasticMBS(model, policy=Policy(grow=False)) as mbs:
         for epoch in range(epochs):
             total = 0.0

@@ -117,7 +117,8 @@ class Blows(TorchDispatchMode):
 
     def __init__(self, limit: MemoryLimit, range_: Range, blows: Sequence[Blow]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._limit, self._range = limit, range_
+        self._limit = limit
+        self._range = range_
         self._blows = list(reversed(blows))
         self._held = limit.live()
         self._count = 0
@@ -165,7 +166,8 @@ def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps
     with open_limit(kind) as limit:
         training = Training(limit, model, seed)
         training.prepare()
-        rng, counts = training.rng, training.counts
+        rng = training.rng
+        counts = training.counts
         while counts.steps < steps and counts.failures < failures:
             options = {
                 "micro_batch_size": training.largest if rng.random() < 0.5 else "auto",
@@ -243,7 +245,8 @@ def main(options: argparse.Namespace) -> int:
         f"{options.seed}, torch {torch.__version__}"
     )
     print(f"hammer, {what}", flush=True)
-    run, began = _Run(options, models), time.monotonic()
+    run = _Run(options, models)
+    began = time.monotonic()
     run.rounds()
     for model, counts in run.counts.items():
         print(f"{Path(model).name:12} {counts.line()}")
@@ -275,14 +278,18 @@ class _Run:
     """The rounds, and their results."""
 
     def __init__(self, options: argparse.Namespace, models: list[str]) -> None:
-        self._options, self._progress = options, Progress()
-        self.all, self.counts = Counts(), {model: Counts() for model in models}
+        self._options = options
+        self._progress = Progress()
+        self.all = Counts()
+        self.counts = {model: Counts() for model in models}
         self.bad: Counter[str] = Counter()  # rounds that ended badly, by kind
         self.code = PASSED  # highest exit code of a round
         self.made = 0
 
     def rounds(self) -> None:
-        only, wanted, models = self._options.only, self._options.failures, list(self.counts)
+        only = self._options.only
+        wanted = self._options.failures
+        models = list(self.counts)
         if only is not None:
             self._round(models[0], only, PER_ROUND)
             return
@@ -311,7 +318,8 @@ class _Run:
         try:
             for message in run_child(kind, hammer, arguments, deadline=self._options.deadline):
                 last = message["counts"]
-                failed, made = self.all.failures + last["failures"], self.all.steps + last["steps"]
+                failed = self.all.failures + last["failures"]
+                made = self.all.steps + last["steps"]
                 self._progress.tell(
                     f"{Path(model).name}: {failed} failures, {made} steps, {self.bad.total()} bad "
                     "rounds"

@@ -65,7 +65,8 @@ def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, sample
     with open_limit(kind) as limit:
         running = Soak(limit, model, seed)
         running.prepare()
-        began, made = time.monotonic(), 0
+        began = time.monotonic()
+        made = 0
         while (now := time.monotonic() - began) < seconds or made < 2 * LEAST:
             made += 1
             running.train(began + now + seconds / samples)
@@ -152,7 +153,9 @@ class Soak(Training):
         if self.real.options.get("grow") is False:
             return
         fewest = -(-self.length // self.largest)
-        began, calls, pieces = time.monotonic(), 0, self.length + 1
+        began = time.monotonic()
+        calls = 0
+        pieces = self.length + 1
         while pieces > fewest:
             late = calls >= BACK_WITHIN and time.monotonic() - began > BACK_SECONDS
             back = (
@@ -160,10 +163,8 @@ class Soak(Training):
                 f"runs in {pieces} pieces"
             )
             demand(not late, f"after step {self.counts.steps}: {back}")
-            pieces, calls = (
-                len(mbs.backward(self.real.loss_fn, self.real.batch(0)).partition),
-                calls + 1,
-            )
+            pieces = len(mbs.backward(self.real.loss_fn, self.real.batch(0)).partition)
+            calls = calls + 1
             self.real.model.zero_grad()
         self.slowest = max(self.slowest, calls)
 
@@ -172,7 +173,9 @@ class Soak(Training):
 
         Each is first in turn, so that the machine's drift cancels.
         """
-        subject, batch, size = self.real, self.real.batch(0), max(1, self.length // 4)
+        subject = self.real
+        batch = self.real.batch(0)
+        size = max(1, self.length // 4)
         pieces = partition(0, self.length, size)
         with ElasticMBS(
             subject.model,

@@ -88,7 +88,8 @@ class Training:
     def __init__(self, limit: MemoryLimit, model: str, seed: int) -> None:
         torch.set_num_threads(1)
         self.limit = limit
-        self.real, self.twin = make(model, seed, limit.device), make(model, seed, limit.device)
+        self.real = make(model, seed, limit.device)
+        self.twin = make(model, seed, limit.device)
         self.rng = random.Random(seed)
         self.optimizers = [
             subject.optimizer(subject.model.parameters()) for subject in (self.real, self.twin)
@@ -100,7 +101,9 @@ class Training:
         )
         self.counts = Counts()
         # Bytes held beside gradients before a call, the most beyond them since, and when that was.
-        self._before, self._most, self._when = 0, 0, ""
+        self._before = 0
+        self._most = 0
+        self._when = ""
         torch.manual_seed(seed)
 
     def prepare(self) -> None:
@@ -109,7 +112,8 @@ class Training:
         Raises a UsageError where they do not differ.
         """
         self.limit.warm(self._piece, range(smallest(self.real), self.length + 1))
-        needs, kept = [], []
+        needs = []
+        kept = []
         for size in (self.length, self.length, smallest(self.twin)):
             held = self.limit.live()
             self.limit.reset_peak()
@@ -145,7 +149,8 @@ class Training:
 
         Each has its own options, or the last ones given.
         """
-        model, loss_fn = self.real.model, self.real.loss_fn
+        model = self.real.model
+        loss_fn = self.real.loss_fn
         common = {
             "outputs": None,
             "wait_for_memory": 0,
@@ -176,7 +181,8 @@ class Training:
         """Note the memory held after a failed attempt or a call, when no other backward has run."""
         more = self._beside_gradients() - self._before
         if more > self._most:
-            self._most, self._when = more, when
+            self._most = more
+            self._when = when
 
     def _beside_gradients(self) -> int:
         """Return the bytes held by this process, as the limit counts them, without gradients."""
@@ -192,7 +198,8 @@ class Training:
 
     def short(self, call: Callable[[], Any], moving: Moving) -> tuple[Any, RecoveryError | None]:
         """Make a call while memory is short."""
-        before, told = self.limit.failures(), self.counts.ooms
+        before = self.limit.failures()
+        told = self.counts.ooms
         try:
             with moving():
                 return call(), None
@@ -218,12 +225,15 @@ class Training:
 
         Raises a WrongOutcomeError where a result is wrong, or a failed attempt is held.
         """
-        number, where = self.counts.steps, f"step {self.counts.steps}: "
+        number = self.counts.steps
+        where = f"step {self.counts.steps}: "
         self.counts.steps += 1
-        batch, start = self.real.batch(number), self.state()
+        batch = self.real.batch(number)
+        start = self.state()
         if checked:
             self.follow()
-        self._before, self._most = self._beside_gradients(), 0
+        self._before = self._beside_gradients()
+        self._most = 0
         result, error = self.short(lambda: door(batch), moving)
         self._look("call")
         if self.limit.kind != "rlimit":  # "rlimit" counts the interpreter's memory as well
@@ -300,7 +310,8 @@ class Training:
 
     def check(self, number: int, result: StepResult, start: State, where: str) -> None:
         """Check that everything is as in the twin after the same pieces by hand."""
-        view, now = view_of(self.twin, self.twin.batch(number)), self.state()
+        view = view_of(self.twin, self.twin.batch(number))
+        now = self.state()
         check_covered([*result.partition, *result.skipped], view.length, where)
         start.streams.restore()
         loss = accumulate(self.twin, view, result.partition)

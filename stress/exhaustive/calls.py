@@ -87,7 +87,8 @@ class Call:
     def keeper(self) -> Callable[[], None]:
         """Return a function that puts everything back to the present state."""
         leaves = self.case.leaves()
-        start, objects = State.of(leaves, self.case.model), [leaf.grad for leaf in leaves]
+        start = State.of(leaves, self.case.model)
+        objects = [leaf.grad for leaf in leaves]
         batch = map_tensors(self.batch, lambda t: t.detach().clone())
 
         def put_back() -> None:
@@ -260,7 +261,8 @@ class OptimizerStep(Call):
     """`optimizer_step` of an optimizer whose first step makes its state."""
 
     def prepare(self) -> None:
-        leaves, streams = self.case.leaves(), Streams.now()
+        leaves = self.case.leaves()
+        streams = Streams.now()
         gradients = reference(self.target, whole_batch(self.target)).grads
         for leaf, grad in zip(leaves, gradients, strict=True):
             leaf.grad = None if grad is None else grad.clone()
@@ -269,12 +271,14 @@ class OptimizerStep(Call):
         self.scaler = self.case.options.get("scaler")
         if self.scaler is not None:
             self.scaler.scale(torch.zeros(()))
-        self._start, self._warm = copy.deepcopy(self.optimizer.state_dict()), False
+        self._start = copy.deepcopy(self.optimizer.state_dict())
+        self._warm = False
         streams.restore()
 
     def warm_up(self) -> None:
         self.optimizer.step()
-        self._start, self._warm = copy.deepcopy(self.optimizer.state_dict()), True
+        self._start = copy.deepcopy(self.optimizer.state_dict())
+        self._warm = True
 
     def perform(self) -> None:
         self.mbs.optimizer_step(self.optimizer)

@@ -97,7 +97,8 @@ class Summary(Tally):
         return ", ".join(f"{self.found[kind]} {kind}" for kind in (WRONG, RAW, DAMAGED))
 
     def line(self) -> str:
-        modes, errors = listed(self.modes), listed(self.errors)
+        modes = listed(self.modes)
+        errors = listed(self.errors)
         counts = f"{self.points:6} points  {self.exact:6} exact  {self.bad()}"
         return (
             f"{self.case:28} {counts}  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
@@ -108,7 +109,8 @@ def main(options: argparse.Namespace) -> int:
     prepare()
     targets = _targets(options)
     began = time.monotonic()
-    table, code = [], PASSED
+    table = []
+    code = PASSED
     for target in targets:
         summary = Summary(target.name)
         sweep = Sweep(target, options.stride, options.max_points, options.call or tuple(CALLS))
@@ -159,17 +161,16 @@ def _targets(options: argparse.Namespace) -> list[Target]:
 
 def _case(sweep: Sweep, dimension: str | None, summary: Summary) -> int:
     """Strike at the points of one case, add up the outcomes, and return the exit code."""
-    name, ways = sweep.target.name, sweep.ways()
+    name = sweep.target.name
+    ways = sweep.ways()
     for outcome in ways.values():
         if outcome.found:
             print(f"WRONG without a failure: {outcome}", flush=True)
             summary.add(outcome)
             return EXIT_WRONG
-    progress, expected, began = (
-        Progress(piped=30.0, live=1.0),
-        sweep.expected(ways),
-        time.monotonic(),
-    )
+    progress = Progress(piped=30.0, live=1.0)
+    expected = sweep.expected(ways)
+    began = time.monotonic()
     try:
         for chosen in DIMENSIONS if dimension is None else (dimension,):
             for outcome in getattr(sweep, chosen)(ways):

@@ -79,12 +79,14 @@ def run(
     used.prepare()
     if warm:
         used.warm_up()
-    start, put_back = State.of(case.leaves(), case.model), used.keeper()
+    start = State.of(case.leaves(), case.model)
+    put_back = used.keeper()
     product, error = _performed(used, strikes, fault)
     outcome = Outcome(
         f"{target.name}, {'warm' if warm else 'cold'} {call}", modes, fault.hits, fault.count
     )
-    end, left = State.of(case.leaves(), case.model), _left_in_process()
+    end = State.of(case.leaves(), case.model)
+    left = _left_in_process()
     if left:
         outcome.found[DAMAGED] = left
     if error is None:
@@ -145,7 +147,8 @@ def _judge_error(
 
     Returns whether the same call can be made again.
     """
-    outcome.error, text = type(error).__name__, f"{type(error).__name__}: {error}"
+    outcome.error = type(error).__name__
+    text = f"{type(error).__name__}: {error}"
     injected = error.args == (INJECTED,)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) and not isinstance(
         error, ElasticMBSError

@@ -121,7 +121,8 @@ class Lines:
         self.fault = fault
         # How often each line has been run since the first fault.
         self.seen: Counter[tuple[str, int]] = Counter()
-        self._line, self._exception = line, exception
+        self._line = line
+        self._exception = exception
 
     def __enter__(self) -> Self:
         self._before = sys.gettrace()

@@ -50,7 +50,8 @@ class Sweep:
         """Return the calls that this case can make, each made once without a failure."""
         found = {}
         case = self.target.build()
-        compiled, compares = case.backend is not None, case.over is not None
+        compiled = case.backend is not None
+        compares = case.over is not None
         for name, warm in product(self.calls, (False, True)):
             if compiled and (name in ("verify", "eval") or (self.most is not None and warm)):
                 continue  # compiling costs more than the case would show
@@ -105,15 +106,10 @@ class Sweep:
         """
         if self.target.build().backend is not None:
             return  # the lines are the same, and compiling is slow
-        draw, faults = (
-            random.Random(self.target.name),
-            [
-                (way, fault, exception)
-                for way in ways
-                for fault in FAULTS
-                for exception in EXCEPTIONS
-            ],
-        )
+        draw = random.Random(self.target.name)
+        faults = [
+            (way, fault, exception) for way in ways for fault in FAULTS for exception in EXCEPTIONS
+        ]
         known: dict[tuple[Way, Fault], list[Line]] = {}
         for way, fault, exception in (
             faults if self.most is None else (draw.choice(faults) for _ in range(self.most))

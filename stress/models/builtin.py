@@ -126,7 +126,8 @@ def cnn(*, big: bool = False) -> Subject:
 
     The first mask and buffers have changed when the largest activations are yet to come.
     """
-    channels, side = 16, 32 if big else 24
+    channels = 16
+    side = 32 if big else 24
     # Images of that size would take longer to draw than to train on.
     layers: list[nn.Module] = [nn.Upsample(scale_factor=2)] if big else []
     for width in (3, channels, channels):

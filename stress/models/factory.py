@@ -150,7 +150,8 @@ def _package(path: Path) -> tuple[Path, str | None]:
     A module of a package may import its neighbours relatively. The name is None for a file that is
     imported by its path.
     """
-    top, parts = path.parent, [path.stem]
+    top = path.parent
+    parts = [path.stem]
     while (top / "__init__.py").is_file() and top.name.isidentifier():
         top, parts = top.parent, [top.name, *parts]
     known = sys.modules.get(parts[0])

@@ -169,12 +169,10 @@ def flat_gradients(leaves: Sequence[Tensor]) -> Tensor:
 
     Returns the buffer.
     """
-    flat, offset = (
-        torch.zeros(
-            sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype, device=leaves[0].device
-        ),
-        0,
+    flat = torch.zeros(
+        sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype, device=leaves[0].device
     )
+    offset = 0
     for leaf in leaves:
         leaf.grad = flat[offset : offset + leaf.numel()].view_as(leaf)
         offset += leaf.numel()

@@ -259,7 +259,8 @@ def _branched(plan: Plan, rng: random.Random) -> Plan:
     """
     if plan.half or rng.random() > 0.4:
         return plan
-    steps, layers = max(2, plan.steps), plan.layers
+    steps = max(2, plan.steps)
+    layers = plan.layers
     if rng.random() < 0.7:
         # The other layers are replayed from the start of the batch.
         layers = tuple(name for name in layers if LAYERS[name].separable)

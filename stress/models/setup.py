@@ -87,7 +87,8 @@ CONTAINERS = {
 def make_batch(plan: Plan, step: int) -> Any:
     """Return the batch of a step, from the plan's seed."""
     stream = torch.Generator().manual_seed(plan.seed * 1009 + step)
-    n, length = plan.samples, plan.length
+    n = plan.samples
+    length = plan.length
     if plan.tokens == "no":
         x = torch.randn(n, length, FEATURES, generator=stream, dtype=torch.float64).to(
             torch.bfloat16 if plan.half else torch.float64
@@ -109,12 +110,11 @@ def make_batch(plan: Plan, step: int) -> Any:
 def count_of(plan: Plan) -> Any:
     """Return `count=` for ElasticMBS."""
     container = CONTAINERS[plan.container]
-    tokens, weights = container.tokens, lambda batch: container.unpack(batch)[2]
     return {
         "samples": None,
-        "tokens": tokens,
-        "weights": weights,
-        "both": {"words": tokens, "rows": None},
+        "tokens": container.tokens,
+        "weights": lambda batch: container.unpack(batch)[2],
+        "both": {"words": container.tokens, "rows": None},
     }[plan.count]
 
 
@@ -179,7 +179,9 @@ class Setup:
     """A model in training, with leaves outside of it and an optimizer over both."""
 
     def __init__(self, plan: Plan, model: Network, guests: list[Tensor]) -> None:
-        self.plan, self.model, self.guests = plan, model, guests
+        self.plan = plan
+        self.model = model
+        self.guests = guests
         self.optimizer = OPTIMIZERS[plan.optimizer](self.leaves())
         self.flat: list[Tensor] = []  # the buffer that gradients are views of, where they are
 

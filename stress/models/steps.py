@@ -71,7 +71,8 @@ def guests() -> Subject:
     They are a learned loss weight, a soft prompt, and a batch that requires grad.
     """
     case = planned_step(planned(layers=("linear",), guests="weight"))
-    prompt, x = torch.randn(FEATURES).requires_grad_(), case.batch(0)[0].requires_grad_()
+    prompt = torch.randn(FEATURES).requires_grad_()
+    x = case.batch(0)[0].requires_grad_()
     return replace(
         case,
         loss_fn=lambda batch: case.loss_fn((batch[0] + prompt, *batch[1:])),
@@ -99,10 +100,13 @@ def compiled() -> Subject:
 
     No parameter commits before the compiled backward ends.
     """
-    setup, backend = set_up(planned(layers=("linear",))), InterpretedBackend()
+    setup = set_up(planned(layers=("linear",)))
+    backend = InterpretedBackend()
     # The graphs of cases built before count against the limit on recompilations.
     torch._dynamo.reset()
-    model, setup.model = setup.model, torch.compile(setup.model, backend=backend, dynamic=True)  # type: ignore[assignment]  # it is a module, too
+    model = setup.model
+    compiled_model = torch.compile(model, backend=backend, dynamic=True)
+    setup.model = compiled_model  # type: ignore[assignment]  # it is a module, too
     return Subject(model, setup.loss_fn, [make_batch(setup.plan, 0)], backend=backend)
 
 
@@ -180,7 +184,8 @@ def clip() -> Subject:
     picture = nn.Sequential(
         nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
     )
-    words, bias = nn.EmbeddingBag(VOCABULARY, WIDTH), torch.tensor(-0.5, requires_grad=True)
+    words = nn.EmbeddingBag(VOCABULARY, WIDTH)
+    bias = torch.tensor(-0.5, requires_grad=True)
     temperature = nn.Parameter(torch.tensor(1.0))
     model = Made(lambda m, x: m.picture(x), picture=picture, words=words, temperature=temperature)
 
@@ -210,12 +215,10 @@ def escalated(by: str) -> Subject:
 
     All later attempts are offloaded or checkpointed.
     """
-    case, refusals = (
-        planned_step(
-            text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)
-        ),
-        iter(range(4)),
+    case = planned_step(
+        text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)
     )
+    refusals = iter(range(4))
 
     def loss_fn(batch: Any) -> Any:
         # at 4, 2, 1 and 1 samples

@@ -29,8 +29,10 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tens
 
     Returns the loss, and the scores of the pieces in their order.
     """
-    plan, scores = setup.plan, list[Tensor]()
-    view, counts = BatchView(batch, CONTAINERS[plan.container].dims), counts_by_hand(plan, batch)
+    plan = setup.plan
+    scores = list[Tensor]()
+    view = BatchView(batch, CONTAINERS[plan.container].dims)
+    counts = counts_by_hand(plan, batch)
 
     def terms(start: int, stop: int) -> dict[str, Tensor]:
         found, scored = setup.terms(view.piece(start, stop))
@@ -45,7 +47,8 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tens
             return {name: float(bool(part)) for name, part in own.items()}
         return {name: float(part / sum(counts[name], Fraction(0))) for name, part in own.items()}
 
-    wide, scale = torch.float32 if plan.half else None, SCALE if plan.scaler else 1.0
+    wide = torch.float32 if plan.half else None
+    scale = SCALE if plan.scaler else 1.0
     return add_up(
         terms, pieces, weigh, setup.leaves(), wide=wide, scale=lambda loss: loss * scale
     ), torch.cat(scores)
@@ -86,7 +89,8 @@ def check_result(
 
     Gradients are compared with the whole batch's, too. Returns their largest error.
     """
-    plan, now = real.plan, State.of(real.leaves(), real.model)
+    plan = real.plan
+    now = State.of(real.leaves(), real.model)
     twin, whole = before.twin(), before.twin()
     start.streams.restore()
     loss, scores = accumulate(twin, map_tensors(batch, torch.clone), result.partition)

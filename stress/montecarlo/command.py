@@ -173,7 +173,8 @@ class _Cases:
     """Random cases one after the other, with a print of each that fails."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self.totals = options, Totals()
+        self._options = options
+        self.totals = Totals()
 
     def share(self) -> None:
         """Run every n-th case, as one of n processes."""
@@ -189,14 +190,18 @@ class _Cases:
                 self.totals.merge(totals.as_json())
 
     def many(self, first: int = 0, every: int = 1) -> None:
-        options, totals, began, progress = self._options, self.totals, time.monotonic(), Progress()
+        options = self._options
+        totals = self.totals
+        began = time.monotonic()
+        progress = Progress()
         for number in range(first, options.runs, every):
             seed = case_seed(options.seed, number)
             self.case(draw(seed), seed)
             took = time.monotonic() - began
             if options.minutes is not None and took > 60 * options.minutes:
                 break
-            made, bad = totals.struck + totals.limits_hit, totals.failures.total()
+            made = totals.struck + totals.limits_hit
+            bad = totals.failures.total()
             progress.tell(
                 f"{totals.runs} runs, {made} failures made, {bad} not allowed, {took:.0f} s"
             )
@@ -204,7 +209,8 @@ class _Cases:
 
     def case(self, plan: Plan, seed: int | None) -> None:
         """Run one case, drawn from a seed or given."""
-        baseline, totals = self._options.baseline, self.totals
+        baseline = self._options.baseline
+        totals = self.totals
         plan = replace(plan, faults=(), limits=(), moves=()) if baseline else plan
         if self._options.kind != "budget":
             plan = replace(plan, device="cuda")
@@ -225,7 +231,8 @@ class _Cases:
                 f"there were out-of-memory events although nothing was made to fail: {failures}",
             )
         except Exception as error:
-            kind, last = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
+            kind = type(error).__name__
+            last = traceback.extract_tb(error.__traceback__)[-1]
             totals.failures[kind] += 1
             print(
                 f"{'WRONG' if kind in CODES else f'UNEXPECTED {kind}'}: "
@@ -279,5 +286,6 @@ def shrink(plan: Plan, fails: Callable[[Plan], bool], seconds: float = 30.0) -> 
     left = smaller(plan)
     while (candidate := next(left, None)) is not None and time.monotonic() < end:
         if fails(candidate):
-            plan, left = candidate, smaller(candidate)
+            plan = candidate
+            left = smaller(candidate)
     return plan

@@ -102,15 +102,18 @@ class _Trial:
 
     def _measure(self) -> None:
         """Measure the operations and the memory that a batch takes."""
-        batch, twin = make_batch(self.plan, 0), self.real.twin()
+        batch = make_batch(self.plan, 0)
+        twin = self.real.twin()
         budget = MemoryBudget(PLENTY, track=(twin.model, twin.guests), device=self.plan.device)
         before = budget.live
         with Streams.now(), budget, InjectOOM() as counting:
             accumulate(twin, batch, [(0, self.plan.samples)])
-        self.operations, self.need = counting.count, budget.peak - before
+        self.operations = counting.count
+        self.need = budget.peak - before
 
     def _runtime(self) -> tuple[Callable[[Any], StepResult], ElasticMBS]:
-        plan, real = self.plan, self.real
+        plan = self.plan
+        real = self.real
         options = grouped(
             {
                 "micro_batch_size": plan.size or "auto",
@@ -189,11 +192,15 @@ class _Trial:
         return result, error, made
 
     def _step(self, mbs: ElasticMBS, step: Callable[[Any], StepResult], number: int) -> None:
-        plan, real, where = self.plan, self.real, f"step {number}: "
+        plan = self.plan
+        real = self.real
+        where = f"step {number}: "
         batch = make_batch(plan, number)
         pristine = map_tensors(batch, torch.clone)
-        before, start = real.twin(), State.of(real.leaves(), real.model)
-        self.forwards, self.held = 0, self.budget.live
+        before = real.twin()
+        start = State.of(real.leaves(), real.model)
+        self.forwards = 0
+        self.held = self.budget.live
         if plan.limits:
             self._limit(plan.limits[number % len(plan.limits)])
         operations = self.operations * max(1, -(-plan.samples // (plan.size or 4)))
@@ -237,7 +244,8 @@ class _Trial:
         self._optimize(mbs, number)
 
     def _evaluate(self, mbs: ElasticMBS, batch: Any, number: int) -> None:
-        real, where = self.real, f"evaluation after step {number}: "
+        real = self.real
+        where = f"evaluation after step {number}: "
         real.model.eval()
         before = State.of(real.leaves(), real.model)
         with torch.no_grad():
@@ -260,7 +268,9 @@ class _Trial:
             demand(same, f"{where}the outputs are wrong")
 
     def _optimize(self, mbs: ElasticMBS, number: int) -> None:
-        plan, real, where = self.plan, self.real, f"optimizer after step {number}: "
+        plan = self.plan
+        real = self.real
+        where = f"optimizer after step {number}: "
         leaves = [leaf for leaf in real.leaves() if leaf.grad is not None]
         if self.scaler is not None and plan.clip:
             self.scaler.unscale_(real.optimizer)
@@ -308,7 +318,10 @@ class _Trial:
     # ------------------------------------------------------------------ the end
 
     def _check_events(self, mbs: ElasticMBS) -> None:
-        out, events, stats, results = self.outcome, self.events, mbs.stats, self.results
+        out = self.outcome
+        events = self.events
+        stats = mbs.stats
+        results = self.results
         failures = [event for event in events if isinstance(event, OutOfMemory)]
         out.modes.update(event.mode for event in failures)
         out.phases.update(event.phase for event in failures)

@@ -153,7 +153,8 @@ def _about(run: Run) -> tuple[tuple[str, str], ...]:
 
 
 def _tiles(run: Run) -> tuple[Tile, ...]:
-    steps, end = run.steps, run.end
+    steps = run.steps
+    end = run.end
     error, _, text = (end.error or "" if end is not None else "").partition(": ")
     return (
         *([("ended by", error, text[:100])] if error else []),

@@ -131,7 +131,8 @@ def cut_up(run: Run) -> Iterator[str]:
 
 def bounded(run: Run) -> Iterator[str]:
     """Check that changes of memory explain all failures; see `allowed_ooms`."""
-    found, allowed = run.count("oom"), allowed_ooms(run)
+    found = run.count("oom")
+    allowed = allowed_ooms(run)
     # An end before the first step is a complaint of its own.
     if run.steps and found > allowed:
         yield f"{found} out-of-memory errors, where the moves of memory explain {allowed}"
@@ -153,7 +154,8 @@ def allowed_ooms(run: Run) -> int:
     allowed = 0
     for steps in classes.values():
         allowed += 2
-        ran, before = steps[0].samples, math.inf
+        ran = steps[0].samples
+        before = math.inf
         for step in steps:
             lowest = min(step.available, math.inf if step.lowest is None else step.lowest)
             fits = max(1, run.needs.fits(lowest))
@@ -161,7 +163,8 @@ def allowed_ooms(run: Run) -> int:
                 allowed += math.ceil(math.log2(ran / fits)) + 1
             if step.available > before:
                 allowed += 1
-            before, ran = step.available, step.longest
+            before = step.available
+            ran = step.longest
     return allowed if run.kind in COUNTED else 2 * allowed + 3
 
 
@@ -169,7 +172,8 @@ def grown_back(run: Run) -> Iterator[str]:
     """Check that the run ended with as few pieces as the memory that is back allows."""
     if not run.steps:
         return
-    last, needs = run.steps[-1], run.needs.foreseen()
+    last = run.steps[-1]
+    needs = run.needs.foreseen()
     # Need of steps beyond the measurements by hand (an allocator's cache, say): the runtime sees it
     # and has to leave room for it.
     beyond = max(
@@ -237,7 +241,8 @@ def calm(run: Run) -> Iterator[str]:
     """
     returns = len(run.steps) // FLAP
     # one when memory first goes
-    found, allowed = len({mark.step for mark in run.marks if mark.what == "oom"}), 1 + returns
+    found = len({mark.step for mark in run.marks if mark.what == "oom"})
+    allowed = 1 + returns
     if found > (allowed if run.kind in COUNTED else 2 * allowed):
         yield (
             f"{found} steps ran out of memory where it came back {returns} times, which allows "

@@ -141,7 +141,8 @@ def listing() -> str:
 
 def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
     """Return the orders, kind by kind, and lines about kinds that cannot be had here."""
-    orders, missing = [], []
+    orders = []
+    missing = []
     for kind in (kind for kind in KINDS if kind in (options.kind or KINDS)):
         trouble = available(kind)
         if trouble is not None and options.kind:
@@ -200,7 +201,8 @@ def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
 
     Bad input that is found after the first of them is a failed record, too.
     """
-    line, wide = Progress(piped=math.inf), max(len(order.scenario) for order in orders) + 4
+    line = Progress(piped=math.inf)
+    wide = max(len(order.scenario) for order in orders) + 4
     for number, order in enumerate(orders, 1):
         head = f"[{number:>{len(str(len(orders)))}}/{len(orders)}] {{:<{wide}}} {order.kind:<6}"
         here = head.format(order.scenario)

@@ -57,7 +57,8 @@ def least(subject: Subject, steps: int) -> int:
 
     An odd batch in twos has a piece of three.
     """
-    size, align = smallest(subject), subject.options.get("align", 1)
+    size = smallest(subject)
+    align = subject.options.get("align", 1)
     return max(
         longest(view.length, size, minimum=size, align=align) for view in _views(subject, steps)
     )
@@ -70,11 +71,10 @@ def longest_batch(subject: Subject, steps: int) -> BatchView:
 
 def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     """Run pieces of several sizes and optimizer steps; `memory` is open, without a limit yet."""
-    optimizer, pieces = (
-        subject.optimizer(subject.model.parameters()),
-        _Pieces(memory, subject, steps),
-    )
-    samples, smallest_piece = pieces.view.length, least(subject, steps)
+    optimizer = subject.optimizer(subject.model.parameters())
+    pieces = _Pieces(memory, subject, steps)
+    samples = pieces.view.length
+    smallest_piece = least(subject, steps)
     sizes = sorted(
         {
             min(samples, max(smallest_piece, size))
@@ -84,7 +84,8 @@ def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     # The second time, memory that libraries keep for good is there, and so are gradients to add to.
     for _ in range(2):
         pieces.run(sizes[0])
-    first, held = pieces.peak(optimizer.step), memory.live()
+    first = pieces.peak(optimizer.step)
+    held = memory.live()
     optimizer.zero_grad()
     pieces.run(sizes[0])
     peaks = [pieces.peak(partial(pieces.run, size)) for size in sizes]
@@ -126,7 +127,8 @@ class _Pieces:
     """Pieces of the longest batch, run forward and backward."""
 
     def __init__(self, memory: MemoryLimit, subject: Subject, steps: int) -> None:
-        self._memory, self._subject = memory, subject
+        self._memory = memory
+        self._subject = subject
         self.view = longest_batch(subject, steps)
 
     def run(self, size: int) -> None:

@@ -57,10 +57,8 @@ def _run(subject: Subject, model: str, device: str) -> None:
     """Run the first batch, and its loss once more from the same streams and buffers."""
     with naming(model, f"its step fails on its first batch{_batch_in_words(subject)}"):
         view = view_of(subject, batch_of(subject, 0, device))
-        streams, buffers = (
-            generators_of(subject),
-            [buffer.clone() for buffer in subject.model.buffers()],
-        )
+        streams = generators_of(subject)
+        buffers = [buffer.clone() for buffer in subject.model.buffers()]
         start = streams.read(hosts=True)
         loss = accumulate(subject, view, [[0, view.length]])
         streams.restore(start)

@@ -73,7 +73,8 @@ def train_by_hand(
 
     After the steps in `evaluated` it is evaluated over the pieces given there.
     """
-    model, optimizer = subject.model, subject.optimizer(subject.model.parameters())
+    model = subject.model
+    optimizer = subject.optimizer(subject.model.parameters())
     device = next(model.parameters()).device
     curve = Curve()
     start_streams(seed + 1)
@@ -207,7 +208,8 @@ def separable(model: str, seed: int, device: str) -> bool:
         view = view_of(subject, batch_of(subject, 0, device))
         start_streams(seed + 1)
         streams = generators_of(subject)
-        before, half = streams.read(hosts=True), view.length // 2
+        before = streams.read(hosts=True)
+        half = view.length // 2
         accumulate(
             subject,
             view,

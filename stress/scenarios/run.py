@@ -59,11 +59,9 @@ def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Ru
             _known[key] = measure(memory, make(order.model, order.seed, memory.device), order.steps)
         session = Session(order, memory, room_of(order, _known[key]))
         gc.collect()  # the objects of the measurement are gone
-        record, curve, largest = (
-            session.record,
-            session.curve,
-            largest_block(order, _known[key], session.subject),
-        )
+        record = session.record
+        curve = session.curve
+        largest = largest_block(order, _known[key], session.subject)
         size = meet("made", (record.needs, memory.reserved()))
         if size is not None:
             memory.share(size)
@@ -90,7 +88,8 @@ def room_of(order: Order, needs: Needs) -> Room:
 
     Raises a UsageError where the budget is below the smallest micro-batch's need.
     """
-    unit, margin = float(needs.samples), margin_of(order.kind)
+    unit = float(needs.samples)
+    margin = margin_of(order.kind)
     if order.budget is not None:
         unit = float(needs.fits(order.budget * (1 - margin)))
         if unit < needs.sizes[0]:

@@ -108,7 +108,8 @@ def random_walk(step: int, steps: int, seed: int) -> Supply:
 
     It moves at a random place of each step.
     """
-    stream, left = random.Random(seed), 1.0
+    stream = random.Random(seed)
+    left = 1.0
     when: When = "before"
     for _ in range(step + 1):
         left = min(1.0, max(1 / 6, left + stream.uniform(-0.3, 0.3)))

@@ -64,7 +64,10 @@ class Timeline:
     def __init__(
         self, memory: MemoryLimit, room: Room, order: Order, note: Callable[[str], object]
     ) -> None:
-        self._memory, self._room, self._order, self._note = memory, room, order, note
+        self._memory = memory
+        self._room = room
+        self._order = order
+        self._note = note
         self._pending: Supply | None = None
         self.capacity: int | None = None  # bytes for all, now; None before the first step
         self._held = 0  # bytes that the co-tenant was made to hold
@@ -87,16 +90,17 @@ class Timeline:
         """
         supply = self._pending
         if supply is not None and when in {supply.when, ""}:
-            self._pending, before = None, (self.capacity or 0) - self._held
+            self._pending = None
+            before = (self.capacity or 0) - self._held
             self._apply(supply)
             self.lowest = min(before, (self.capacity or 0) - self._held)
 
     def _apply(self, supply: Supply) -> None:
         before = self.capacity, self._held
-        self.capacity, self._held = capacity, held = (
-            self._room.capacity(supply),
-            self._room.others(supply),
-        )
+        capacity = self._room.capacity(supply)
+        held = self._room.others(supply)
+        self.capacity = capacity
+        self._held = held
         if before == (capacity, held) or self._order.entry.together:
             return
         if before[0] != capacity:
@@ -129,9 +133,12 @@ class Session:
     """
 
     def __init__(self, order: Order, memory: MemoryLimit, room: Room) -> None:
-        self._order, self._scenario, self._memory = order, order.entry, memory
+        self._order = order
+        self._scenario = order.entry
+        self._memory = memory
         self.subject = make(order.model, order.seed, memory.device)
-        self.model, dtype = self.subject.model, rounding_of(self.subject.model)[0]
+        self.model = self.subject.model
+        dtype = rounding_of(self.subject.model)[0]
         self.record = Run(
             order.scenario,
             order.kind,
@@ -165,7 +172,8 @@ class Session:
             functools.partial(self._run_piece), self.subject.loss_fn
         )
         self._path = None if order.folder is None else Path(order.folder, "checkpoint.pt")
-        self._ooms, self._lost = 0, 0.0  # errors survived in this step, and seconds that they cost
+        self._ooms = 0  # errors survived in this step
+        self._lost = 0.0  # seconds that they cost
         # Error that ended training: its first line, whether all was restored, seconds.
         self._error: tuple[str, bool, float] | None = None
 
@@ -195,7 +203,8 @@ class Session:
 
     def _train_step(self, step: int) -> bool:
         """Make one step; return False where the call has ended by an error."""
-        self._ooms, self._lost = 0, 0.0
+        self._ooms = 0
+        self._lost = 0.0
         began = self._now()
         self._timeline.begin(step)
         if self._sensor is not None:
@@ -219,7 +228,8 @@ class Session:
 
     def _call(self, step: int, began: float) -> Step | None:
         """Make one batch's call and the optimizer's step, and hold nothing of them afterwards."""
-        batch, timeline = batch_of(self.subject, step), self._timeline
+        batch = batch_of(self.subject, step)
+        timeline = self._timeline
         self._memory.reset_peak()
         before = self._state() if self._scenario.ends_by_error else None
         called = self._now()
@@ -238,11 +248,9 @@ class Session:
         self._optimizer.zero_grad()
         timeline.reach()
         capacity, others, peak = timeline.capacity, self._memory.others(), self._memory.peak()
-        size, replayed, view = (
-            result.micro_batch_size,
-            result.replayed_samples,
-            view_of(self.subject, batch),
-        )
+        size = result.micro_batch_size
+        replayed = result.replayed_samples
+        view = view_of(self.subject, batch)
         partition, skipped = (
             [list(piece) for piece in pieces] for pieces in (result.partition, result.skipped)
         )
@@ -360,7 +368,8 @@ class Session:
         self._optimizer.load_state_dict(state["optimizer"])
         self._mbs.load_state_dict(state["elastic_mbs"])
         self._streams.restore(state["streams"])
-        self.curve, saved = state["curve"], state["record"]
+        self.curve = state["curve"]
+        saved = state["record"]
         self.record.steps += saved.steps
         self.record.marks += saved.marks
         # The curve goes on where it stood.

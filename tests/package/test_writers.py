@@ -27,7 +27,7 @@ ELSEWHERE = {
         "    def __init__(self, state: State): self.state = state\n"
         "    def end(self): self.state.phase = 1"
     ),
-    "an attribute that is annotated": "class Call:\n    x: State\n    def end(self): self.x.phase = 1",
+    "an annotated attribute": "class Call:\n    x: State\n    def end(self): self.x.phase = 1",
     "a local name": "def f(state: State):\n    same = state\n    same.phase = 1",
     "a function inside": "def f(state: State):\n    def g(): state.phase = 1\n    g()",
     "an object made there": "def f():\n    state = State()\n    state.phase += 1",
@@ -45,7 +45,7 @@ ELSEWHERE = {
         "def f():\n    with g() as state: state.phase = 1"
     ),
     "a subclass": "class Other(State):\n    def end(self): self.phase = 1",
-    "one of two": "def f(state: State, way: bool):\n    x = state if way else None\n    x.phase = 1",
+    "one of two": "def f(state: State, n: int):\n    x = state if n else None\n    x.phase = 1",
 }
 
 

@@ -20,7 +20,9 @@ from stress.scenarios.processes import failed, judge
 from tests.helpers.records import NEEDS, SAME, grow, halves, mark, oom, record, small, step
 
 DIFFERENCES = ("loss", "norm", "weight", "outputs", "whole_loss", "whole_weight")
-blind, floor, calm = checks.froze_while_blind, checks.ended_at_the_floor, checks.calm
+blind = checks.froze_while_blind
+floor = checks.ended_at_the_floor
+calm = checks.calm
 went_on = partial(checks.went_on_to, steps=8)
 FLOOR = "MicroBatchFloorError: no"
 LOST, BACK = mark("sensor_lost", 2), mark("sensor_back", 5)

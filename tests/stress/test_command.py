@@ -218,13 +218,13 @@ def test_the_tool_wins_over_a_package_of_its_name(place: str, tmp_path: Path) ->
     (foreign / "stress" / "__init__.py").write_text(
         "raise AssertionError('this is another distribution')\n"
     )
-    path, tool, command = ROOT, ROOT / "stress", ["elastic_mbs", "stress"]
+    path = ROOT
+    tool = ROOT / "stress"
+    command = ["elastic_mbs", "stress"]
     if place == "inside the package":  # as the wheel has it
-        path, tool, command = (
-            tmp_path / "site",
-            tmp_path / "site" / "elastic_mbs" / "stress",
-            ["elastic_mbs.stress"],
-        )
+        path = tmp_path / "site"
+        tool = tmp_path / "site" / "elastic_mbs" / "stress"
+        command = ["elastic_mbs.stress"]
         skip = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / "elastic_mbs", path / "elastic_mbs", ignore=skip)
         shutil.copytree(ROOT / "stress", tool, ignore=skip)
@@ -258,7 +258,8 @@ def test_another_package_that_was_imported_in_its_place_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     foreign = ModuleType("stress")
-    foreign.__file__, foreign.__path__ = "/elsewhere/stress/__init__.py", ["/elsewhere/stress"]
+    foreign.__file__ = "/elsewhere/stress/__init__.py"
+    foreign.__path__ = ["/elsewhere/stress"]
     monkeypatch.setitem(sys.modules, "stress", foreign)
     assert command.main(["stress", "--help"]) == 2
     error = capsys.readouterr().err

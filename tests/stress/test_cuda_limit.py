@@ -14,14 +14,12 @@ class Card:
     """A device of CUDA as far as torch asks for one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int = 1000 * MEBI) -> None:
-        self.total, self.free, self.ours, self.fraction, self.ooms, self.told = (
-            1000 * MEBI,
-            free,
-            0,
-            1.0,
-            2,
-            [0],
-        )
+        self.total = 1000 * MEBI
+        self.free = free
+        self.ours = 0
+        self.fraction = 1.0
+        self.ooms = 2
+        self.told = [0]
         for name, answer in {
             "is_available": lambda: True,
             "init": lambda: None,

@@ -41,7 +41,8 @@ def run(*arguments: str) -> int:
 @contextmanager
 def same_process() -> Iterator[None]:
     """Keep threads and random streams as they are."""
-    threads, streams = torch.get_num_threads(), Streams.now()
+    threads = torch.get_num_threads()
+    streams = Streams.now()
     yield
     torch.set_num_threads(threads)
     streams.restore()
@@ -200,7 +201,8 @@ def test_a_refused_call_that_has_left_anything_changed_is_told(
 
 
 def test_a_wrong_loss_is_told(at_rest: Training) -> None:
-    start, real = at_rest.state(), at_rest.real
+    start = at_rest.state()
+    real = at_rest.real
     loss = accumulate(real, view_of(real, real.batch(0)), Result.partition) + 1
     with pytest.raises(WrongOutcomeError, match="the loss is"):
         at_rest.check(0, cast("StepResult", Result(loss)), start, "step 0: ")
@@ -250,7 +252,8 @@ class Rounds(list[dict[str, Any]]):
     """
 
     def __init__(self, error: Exception, *, always: bool = False) -> None:
-        self.error, self.always = error, always
+        self.error = error
+        self.always = always
 
     def __call__(
         self, kind: str, job: Any, arguments: dict[str, Any], *, deadline: float

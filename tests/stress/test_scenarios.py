@@ -31,7 +31,8 @@ from tests.helpers.records import NEEDS, SAME, mark, record, step
 @pytest.mark.parametrize("name", list(SCENARIOS))
 @pytest.mark.parametrize("steps", [6, 18, 200])
 def test_a_script_is_a_pure_function_of_the_step(name: str, steps: int) -> None:
-    script, room = SCENARIOS[name].script, Room(NEEDS, 32)
+    script = SCENARIOS[name].script
+    room = Room(NEEDS, 32)
     found = [script(i, steps, 3) for i in range(steps)]
     assert found == [script(i, steps, 3) for i in range(steps)]
     for each in found:
@@ -90,7 +91,8 @@ def test_a_curve_that_diverges_in_the_same_way_is_the_same_curve() -> None:
 
 
 def test_training_that_grows_roundings_is_compared_by_one_rounding() -> None:
-    whole, shaken = [1.0, 1.0, 1.0, 1.0], [1.0, 1.0 + 1e-7, 1.0 + 1e-4, 1.0]
+    whole = [1.0, 1.0, 1.0, 1.0]
+    shaken = [1.0, 1.0 + 1e-7, 1.0 + 1e-4, 1.0]
     assert relative([1.0, 1.0 + 1e-7, 1.0 + 1e-3, 1.0 + 1e-3], whole, shaken) == 0.0, (
         "it stays apart"
     )

@@ -40,7 +40,8 @@ def run(*arguments: str) -> int:
 
 def noisy(name: str, per_sample: float, noise: float, seed: int = 0) -> list[Sample]:
     """Return a run in which one figure rises by `per_sample`, with noise and a few outliers."""
-    rng, samples = random.Random(seed), []
+    rng = random.Random(seed)
+    samples = []
     for i in range(COUNT):
         value = (
             getattr(FLAT, name)

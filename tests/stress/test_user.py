@@ -38,7 +38,8 @@ def write(tmp_path: Path) -> Iterator[Write]:
 
     Its changes of the interpreter's path are undone.
     """
-    path, known = list(sys.path), set(sys.modules)
+    path = list(sys.path)
+    known = set(sys.modules)
 
     def put(body: str, name: str = "mine.py") -> str:
         file = tmp_path / name

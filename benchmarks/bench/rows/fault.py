@@ -109,12 +109,14 @@ def fail(name: str, job: Job) -> None:
     """
     if name == Fixed.name:
         return
-    inner, calls = job.workload.loss_fn, itertools.count(1)
+    inner = job.workload.loss_fn
+    calls = itertools.count(1)
 
     def loss_fn(piece: Any) -> Tensor:
         if len(job.done) != BEFORE or next(calls) != PIECE:
             return inner(piece)
-        limit, job.budget.limit = job.budget.limit, job.budget.live
+        limit = job.budget.limit
+        job.budget.limit = job.budget.live
         try:
             return inner(piece)
         finally:

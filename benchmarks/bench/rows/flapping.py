@@ -70,7 +70,8 @@ def script(phases: tuple[int, int], limits: tuple[int, int], steps: int, seed: i
 
     One limit and the other take turns, for a random number of steps each.
     """
-    rng, found = random.Random(seed), list[int]()
+    rng = random.Random(seed)
+    found = list[int]()
     for at in range(steps):
         found += [limits[at % 2]] * rng.randint(*phases)
     return found[:steps]

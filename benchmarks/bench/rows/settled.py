@@ -66,7 +66,9 @@ def measure(name: str, rounds: int, settling: int, steps: int) -> Settled:
     make = partial(MODELS[name][0], MODELS[name][1])
     sweep = Sweep(make, 1 if steps < STEPS else 3, most=ALONE + 3)
     limit = sweep.limit_for(ALONE)
-    size, seconds, sizes = sweep.best(limit).size, list[float](), set[int]()
+    size = sweep.best(limit).size
+    seconds = list[float]()
+    sizes = set[int]()
     ratios: dict[str, list[float]] = {Elastic.name: [], Again.name: []}
     for _ in range(rounds):
         jobs = compete(
