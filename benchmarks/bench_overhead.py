@@ -24,7 +24,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -227,8 +227,8 @@ def breakdown_text(name: str, loop: Loop, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; return 1 where the promise is broken for sure."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -266,6 +266,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--breakdown", action="store_true", help="say where the microseconds go, instead"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser
+
+
+def measured(options: argparse.Namespace, device: torch.device) -> list[Result]:
+    """Return the results of all workloads that were asked for."""
+    return [
+        compare(
+            calibrated(name, device, options.step_ms / 1e3),
+            pairs=options.pairs,
+            seconds=options.seconds,
+        )
+        for name in options.workloads or FOR_THE_TABLE
+    ]
+
+
+def broken_down(options: argparse.Namespace, device: torch.device) -> dict[str, object]:
+    """Return the breakdown of all workloads that were asked for, and print it."""
+    parts: dict[str, object] = {}
+    for name in options.workloads or FOR_THE_BREAKDOWN:
+        workload = MAKERS[name](4, device)
+        loop = per_call_and_piece(workload, options.pairs, options.seconds / 2)
+        rows = by_part(workload, options.pairs, options.seconds / 2)
+        parts[name] = {**asdict(loop), "parts": [asdict(row) for row in rows]}
+        print(breakdown_text(name, loop, rows), flush=True)
+    return parts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; return 1 where the promise is broken for sure."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
     unknown = [name for name in options.workloads if name not in MAKERS]
     if unknown:
@@ -282,23 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, object] = {"environment": environment(device)}
     broken = False
     if options.breakdown:
-        parts: dict[str, Mapping[str, object]] = {}
-        for name in options.workloads or FOR_THE_BREAKDOWN:
-            workload = MAKERS[name](4, device)
-            loop = per_call_and_piece(workload, options.pairs, options.seconds / 2)
-            rows = by_part(workload, options.pairs, options.seconds / 2)
-            parts[name] = {**asdict(loop), "parts": [asdict(row) for row in rows]}
-            print(breakdown_text(name, loop, rows), flush=True)
-        report["breakdown"] = parts
+        report["breakdown"] = broken_down(options, device)
     else:
-        results = [
-            compare(
-                calibrated(name, device, options.step_ms / 1e3),
-                pairs=options.pairs,
-                seconds=options.seconds,
-            )
-            for name in options.workloads or FOR_THE_TABLE
-        ]
+        results = measured(options, device)
         print(table(results))
         report["overhead"] = [asdict(result) for result in results]
         broken = any(result.verdict == "broken" for result in results)

@@ -50,8 +50,8 @@ ROWS: Rows = {
 """Name of a row → the functions that measure it, (quick, rounds) → figures, and tabulate it."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print tables, write files."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="NAME=FILE",
         help="put another tool's JSON among the figures",
     )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print tables, write files."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
     device = device_of(options.device, parser)
     rows = (
