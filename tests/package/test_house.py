@@ -4,6 +4,7 @@ Import-linter holds the layers (pyproject.toml), ruff the complexity.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import torch
 from tests.helpers.room import ROOT
 
 CODE = ("elastic_mbs", "stress", "benchmarks", "examples", "tools")
+# Openings that pydocstyle's D401 lets pass: it holds verbs to the imperative form alone.
+PRONOUN = re.compile(
+    r"(What|Whether|Those|That|Which|Where|Of|The same|As|Has|When|How|Why|To|All|One)\b"
+)
 SOURCES = {".py", ".c", ".cpp", ".h", ".js", ".css", ".html"}
 
 
@@ -88,3 +93,18 @@ def test_no_function_has_more_than_40_lines() -> None:
 
 def test_no_module_uses_what_is_private_to_another() -> None:
     assert list(foreign_privates()) == []
+
+
+def openings() -> Iterator[str]:
+    """Yield the place and the first line of every docstring."""
+    for path in (path for root in CODE for path in files_of(root) if path.suffix == ".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+            ) and (text := ast.get_docstring(node)):
+                yield f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+
+
+def test_a_docstring_opens_with_a_verb_or_a_noun() -> None:
+    found = [each for each in openings() if PRONOUN.match(each.partition(": ")[2])]
+    assert found == []
