@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from tests.helpers.room import ROOT
+from tests.helpers.writers import Writers, find_writers
 
 CODE = ("elastic_mbs", "stress", "benchmarks", "examples", "tools")
 # Openings that pydocstyle's D401 lets pass: it holds verbs to the imperative form alone.
@@ -108,3 +109,26 @@ def openings() -> Iterator[str]:
 def test_a_docstring_opens_with_a_verb_or_a_noun() -> None:
     found = [each for each in openings() if PRONOUN.match(each.partition(": ")[2])]
     assert found == []
+
+
+def writers_of_the_engine() -> Writers:
+    sources = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
+            path.read_text()
+        )
+        for path in PACKAGE
+    }
+    return find_writers(sources, "elastic_mbs.engine")
+
+
+def test_a_field_of_the_engine_is_assigned_in_one_module() -> None:
+    found = writers_of_the_engine()
+    assert found.several() == {}
+    assert len(found.modules) > 50  # or the search would find nothing
+
+
+def test_the_object_of_every_assignment_to_a_field_of_the_engine_is_known() -> None:
+    # Lightning's own results have no annotations.
+    foreign = "elastic_mbs.integrations.lightning_private"
+    unknown = writers_of_the_engine().unknown
+    assert [each for each in unknown if not each.startswith(foreign)] == []
