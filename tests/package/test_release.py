@@ -1,5 +1,6 @@
 """Agreement of published files: versions, classifiers and the matrix of the tests."""
 
+import inspect
 import re
 import tomllib
 from typing import Any
@@ -40,3 +41,27 @@ def test_the_checks_are_parts_of_ci() -> None:
 
 def test_what_is_published_needs_no_tools() -> None:
     assert {"dev", "docs", "test"} & {*PROJECT["optional-dependencies"]} == set()
+
+
+def frozen(what: str) -> str:
+    """Return the text of one point of the list of frozen names, by its first words."""
+    text = (ROOT / "SECURITY.md").read_text()
+    points = text.partition("### Frozen")[2].partition("###")[0].split("\n- ")
+    return next(point for point in points if point.startswith(what))
+
+
+def test_frozen_methods_have_their_parameters() -> None:
+    methods = re.findall(r"`(\w+)\(([^)`]*)\)`", frozen("`ElasticMBS`"))
+    assert len(methods) == 10
+    for name, parameters in methods:
+        there = inspect.signature(getattr(elastic_mbs.ElasticMBS, name)).parameters
+        assert set(re.findall(r"\w+", parameters)) <= {*there}, name
+
+
+def test_frozen_names_are_there() -> None:
+    attributes = re.findall(r"`(\w+)`", frozen("`ElasticMBS`"))[1:]
+    assert attributes == ["size_models", "stats", "headroom"]
+    assert [name for name in attributes if not hasattr(elastic_mbs.ElasticMBS, name)] == []
+    names = re.findall(r"`(\w+)`", frozen("`elastic_step`") + frozen("the options"))
+    assert len(names) == 9
+    assert [name for name in names if not hasattr(elastic_mbs, name)] == []
