@@ -1,4 +1,4 @@
-"""`python -m stress`: the same as `elastic-mbs stress`."""
+"""Entry point of `python -m stress`, the same as `elastic-mbs stress`."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The commands: `python -m stress [scenarios by default | montecarlo | exhaustive | hammer | soak]`."""
+"""Commands of the tool: `python -m stress [montecarlo | exhaustive | hammer | soak]`.
+
+Without a command it runs the scenarios.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from .scenarios import command as scenarios
 
 __all__ = ["add_arguments"]
 
-# Besides the scenarios: where each is, and what it is for. The module has `add_arguments(parser)`
-# and `main(options)`, the exit code.
+# Commands besides the scenarios: their module and their purpose. The module has
+# `add_arguments(parser)` and `main(options)`, which returns the exit code.
 COMMANDS = {
     "montecarlo": (
         ".montecarlo.command",
@@ -39,7 +42,10 @@ COMMANDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The tool's options and its other commands; each sets `run`, a function of the parsed options that returns the exit code."""
+    """Add the tool's options and its other commands.
+
+    Each sets `run`, a function of the parsed options that returns the exit code.
+    """
     scenarios.add_arguments(parser)
     parser.set_defaults(run=partial(_run, scenarios.main))
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", action=Commands)
@@ -56,8 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(main: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """A command whose complaints about its input are one line each: those of the package itself explain a batch on several."""
-    # one kind, or a list of them
+    """Run a command, and put its complaint about an input on one line.
+
+    The package itself explains a batch on several.
+    """
+    # one kind, or a list of kinds
     if "simcuda" in (getattr(options, "kind", None) or ()) and not simcuda.inside():
         simcuda.start_again()
     try:

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, the seed by which one command repeats a case, how far a run is, and what ends one that hangs."""
+"""Parts that the commands share: exit codes, seeds of cases, progress, and a watchdog."""
 
 from __future__ import annotations
 
@@ -22,45 +22,54 @@ import torch
 # Exit codes of `montecarlo`, `exhaustive`, `hammer` and `soak`, for scripts: the highest of
 # several. 2 is bad input, as everywhere.
 PASSED = 0
-# a gradient, a buffer, a random stream, an event or what is left in memory is not what it has to be
+# a wrong gradient, buffer, random stream or event, or memory that is still held
 WRONG = 3
-UNEXPECTED = 4  # an error that is none of ours, or none that may come of running out of memory
-HANG = 5  # not done within its deadline
+UNEXPECTED = 4  # an error that is not ours, or that running out of memory cannot cause
+HANG = 5  # not done within the deadline
 
-# for `python -m`: `stress` in a checkout, `elastic_mbs.stress` where the package is installed
+# Name for `python -m`: `stress` in a checkout, `elastic_mbs.stress` where the package is installed.
 TOOL = __package__
 
 
 def case_seed(seed: int, number: int) -> int:
-    """The seed of a case by the seed of all and its number: one integer, and another for each pair."""
+    """Return the seed of a case from the seed of all cases and its number.
+
+    It is one integer, and another one for each pair.
+    """
     return random.Random(f"{seed}:{number}").getrandbits(48)
 
 
 def prepare() -> None:
-    """One thread, and recovery, which collects garbage, need not look at what has been imported by now."""
+    """Compute in one thread, and freeze the objects that have been imported so far.
+
+    Recovery collects garbage, and need not look at them each time.
+    """
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 
 
 def write_figures(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Writes them as JSON, where that was asked for, with the version of torch."""
+    """Write figures as JSON, with the version of torch, where a path is given."""
     if path is not None:
         path.write_text(json.dumps({"torch": torch.__version__, **figures}, indent=1) + "\n")
 
 
 class Tally:
-    """Base of dataclasses whose fields are numbers and counters; one named `worst` keeps the largest."""
+    """Base of dataclasses whose fields are numbers and counters.
+
+    A field named `worst` keeps the largest value.
+    """
 
     def as_json(self) -> dict[str, Any]:
-        """For `merge`, and for a file."""
+        """Return the fields for `merge`, and for a file."""
         return {
             name: dict(value) if isinstance(value, Counter) else value
             for name, value in vars(self).items()
         }
 
     def merge(self, other: Mapping[str, Any]) -> None:
-        """Adds what `as_json` gave of another."""
+        """Add the fields that `as_json` of another tally gave."""
         for name, value in other.items():
             mine = getattr(self, name)
             if isinstance(mine, Counter):
@@ -70,7 +79,7 @@ class Tally:
 
 
 def listed(counter: Mapping[str, int]) -> str:
-    """Names with their numbers, the most frequent first."""
+    """Return names with their numbers, the most frequent first."""
     return (
         ", ".join(f"{name} {n}" for name, n in sorted(counter.items(), key=lambda item: -item[1]))
         or "none"
@@ -78,7 +87,10 @@ def listed(counter: Mapping[str, int]) -> str:
 
 
 class Progress:
-    """A line that is rewritten on a terminal; where the output is piped, one that stays, every so many seconds."""
+    """A line of progress, rewritten on a terminal.
+
+    Where the output is piped, a new line is printed every few seconds.
+    """
 
     def __init__(self, piped: float = 10.0, live: float = 0.0) -> None:
         self._live = sys.stdout.isatty()
@@ -86,10 +98,10 @@ class Progress:
         self._told = time.monotonic()
 
     def tell(self, line: str) -> None:
-        """Prints it, unless the one before is too fresh."""
+        """Print a line, unless the last one is too fresh."""
         if time.monotonic() - self._told >= self._every:
             self._told = time.monotonic()
-            # a longer line would stay on the row above
+            # a longer line would leave a part of itself in the row above
             width = shutil.get_terminal_size().columns - 1
             print(
                 f"\r\x1b[K{line[:width]}" if self._live else line,
@@ -104,7 +116,10 @@ class Progress:
 
 @contextmanager
 def watchdog(seconds: float, report: Callable[[], str]) -> Iterator[None]:
-    """Ends the process where the block takes longer, with a report and the stacks: a thread that is stuck cannot be stopped."""
+    """End the process with a report and all stacks where the block takes longer than `seconds`.
+
+    A thread that is stuck cannot be stopped.
+    """
 
     def bark() -> None:
         print(report(), flush=True)

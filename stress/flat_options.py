@@ -17,7 +17,10 @@ _GROUPS: dict[str, type] = {
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of `ElasticMBS`: `{"grow": False}` becomes `{"policy": Policy(grow=False)}`."""
+    """Return the keyword arguments of `ElasticMBS`.
+
+    `{"grow": False}` becomes `{"policy": Policy(grow=False)}`.
+    """
     found = dict(options)
     for name, group in _GROUPS.items():
         own = {item.name: found.pop(item.name) for item in fields(group) if item.name in found}

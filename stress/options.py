@@ -1,4 +1,7 @@
-"""What may stand behind an option, checked as it is read: a complaint names the option, the value and what may stand there."""
+"""Readers of values on the command line.
+
+A complaint names the option, the value and the values that are allowed.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from pathlib import Path
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import parse_bytes
 
-LARGEST_SEED = 2**32 - 1  # of numpy's legacy stream, which takes less than torch's and Python's
-MOST = 1_000_000.0  # minutes or seconds: what timers of any system can wait for
+# seed of numpy's legacy stream, which takes less than torch's and Python's
+LARGEST_SEED = 2**32 - 1
+MOST = 1_000_000.0  # minutes or seconds: timers of any system can wait for this long
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Reads a whole number."""
+    """Return a reader of a whole number."""
     allowed = (
         f"a whole number of at least {least}"
         if most is None
@@ -47,7 +51,7 @@ seed = whole(0, LARGEST_SEED)
 
 
 def duration(unit: str, *, zero: bool = False) -> Callable[[str], float]:
-    """Reads a length of time in seconds or minutes."""
+    """Return a reader of a length of time in seconds or minutes."""
     allowed = f"a number of {unit} {'from 0 on' if zero else 'above 0'}, up to {MOST:.0f}"
 
     def read(text: str) -> float:
@@ -65,7 +69,7 @@ def duration(unit: str, *, zero: bool = False) -> Callable[[str], float]:
 
 
 def memory(text: str) -> int:
-    """Reads a number of bytes above 0, such as "96MiB"."""
+    """Read a number of bytes above 0, such as "96MiB"."""
     try:
         size = parse_bytes(text)
     except UsageError:
@@ -79,7 +83,10 @@ def memory(text: str) -> int:
 
 
 def writable(text: str) -> Path:
-    """Reads the place of a file, which is opened before minutes of work. What is in it stays."""
+    """Read the place of a file, and open it before minutes of work are spent.
+
+    Its contents stay.
+    """
     path = Path(text)
     try:
         fresh = not path.exists()
@@ -94,7 +101,10 @@ def writable(text: str) -> Path:
 
 
 class Commands(argparse._SubParsersAction):  # type: ignore[type-arg]  # it takes no argument at run time
-    """The commands of a parser that has options of its own, which no command would see: one that stands before a command is refused."""
+    """Commands of a parser that has options of its own.
+
+    No command would see an option that stands before it, so such an option is refused.
+    """
 
     def __call__(
         self,

@@ -1,9 +1,7 @@
-"""What a run under stress was like: one record for each process of a scenario.
+"""Records of a run under stress, one for each process of a scenario.
 
-Times are in seconds since the run began, memory in bytes.
-
-A file of them has a `Run` per scenario, kind of limit and process: `Needs`, `Step`s, `Mark`s,
-`Differences` and `End`.
+Times are in seconds since the run began, memory in bytes. A file of records has a `Run` for each
+scenario, kind of limit and process: `Needs`, `Step`s, `Mark`s, `Differences` and `End`.
 """
 
 from __future__ import annotations
@@ -26,17 +24,20 @@ SCHEMA = "elastic-mbs/stress/1"
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that training takes at its peak, the model's own included, measured under the kind of limit of the run before there is one."""
+    """Bytes that training takes at its peak, the model's own included.
 
-    samples: int  # of the batch
+    Measured under the kind of limit of the run, before there is a limit.
+    """
+
+    samples: int  # samples of the batch
     rest: int  # held between two steps: parameters, buffers and the optimizer's state
-    # micro-batch sizes that were measured, in samples, rising; the last is the whole batch
+    # Micro-batch sizes that were measured, in samples, rising; the last is the whole batch.
     sizes: list[int]
-    peaks: list[int]  # for each of them the peak of a step that adds to gradients which are there
+    peaks: list[int]  # peak of a step of each size that adds to existing gradients
     optimizer: int = 0  # peak of the optimizer's first step, which creates its state
-    held: int = 0  # after that step, with the gradients still there
-    # peak of what is done besides the pieces: making a batch, the copies of the optimizer step. No
-    # peak is below it
+    held: int = 0  # held after that step, with the gradients still there
+    # Peak of all work besides the pieces: making a batch, the copies of the optimizer step. No peak
+    # is below it.
     floor: int = 0
 
     @property
@@ -48,7 +49,10 @@ class Needs:
         return self.peaks[-1]
 
     def at(self, size: float) -> int:
-        """Bytes that a micro-batch of `size` samples takes: between measured ones a line, which is an upper bound, as peaks are convex."""
+        """Return the bytes that a micro-batch of `size` samples takes.
+
+        Between measured sizes it is a line, which is an upper bound, as peaks are convex.
+        """
         sizes, peaks = self.sizes, self.peaks
         if size <= sizes[0] or len(sizes) == 1:
             return round(self.rest + (peaks[0] - self.rest) * max(0.0, size) / sizes[0])
@@ -57,7 +61,11 @@ class Needs:
         return round(peaks[above - 1] + slope * (size - sizes[above - 1]))
 
     def foreseen(self) -> Needs:
-        """The same where a larger size takes less than smaller ones suggest, by another algorithm for large batches, which cannot be predicted."""
+        """Return these needs without a drop that cannot be predicted.
+
+        A larger size may take less than smaller ones suggest, by another algorithm for large
+        batches.
+        """
         peaks = self.peaks[:2]
         for i in range(2, len(self.peaks)):
             slope = (peaks[-1] - peaks[-2]) / (self.sizes[i - 1] - self.sizes[i - 2])
@@ -67,7 +75,7 @@ class Needs:
         return replace(self, peaks=peaks)
 
     def fits(self, available: float) -> int:
-        """The largest size, in samples, that takes no more than `available` bytes; 0 if none does."""
+        """Return the largest size, in samples, that fits in `available` bytes; 0 if none does."""
         return max(
             (size for size in range(1, self.samples + 1) if self.at(size) <= available), default=0
         )
@@ -75,26 +83,26 @@ class Needs:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step."""
+    """An optimizer step."""
 
-    step: int  # counted from 0
+    step: int  # number, from 0
     at: float
-    capacity: int | None  # bytes that there were for all when it ended; None without a limit
+    capacity: int | None  # bytes for all processes when it ended; None without a limit
     others: int  # bytes that the script had the co-tenant hold then
     peak: int  # most bytes held by us in it
     samples: int
-    elements: int  # numbers in one sample, which distinguishes long inputs from short ones
+    elements: int  # numbers in one sample, which distinguish long inputs from short ones
     size: int  # micro-batch size in force when its call ended, in samples
     partition: list[list[int]]  # the committed pieces, as pairs (start, stop)
     replayed: int  # samples that were run again
     loss: float
-    norm: float  # of the gradient, over all parameters
-    seconds: float = 0.0  # the optimizer's step included
+    norm: float  # norm of the gradient, over all parameters
+    seconds: float = 0.0  # duration, the optimizer's step included
     live: int = 0  # bytes held by us after it, with gradients and batch freed
-    ooms: int = 0  # survived in it, those of the optimizer included
+    ooms: int = 0  # errors survived in it, those of the optimizer included
     time_lost: float = 0.0  # seconds in attempts that failed
-    lowest: int | None = None  # what capacity less others fell to where that moved in its middle
-    # ranges that were left out because nothing in them counts
+    lowest: int | None = None  # lowest capacity less others, where that moved in its middle
+    # Ranges that were left out because nothing in them counts.
     skipped: list[list[int]] = field(default_factory=list)
 
     @property
@@ -115,7 +123,7 @@ class Mark:
     at: float
     step: int
     # "oom", "optimizer", "grow", "shrink", "move" (of the limit or the co-tenant), "sensor_lost",
-    # "sensor_back", "waiting", "warned", "eval", "checkpoint", "killed", "resumed", "error"
+    # "sensor_back", "waiting", "warned", "eval", "checkpoint", "killed", "resumed" or "error".
     what: str
     text: str
     before: int | None = None  # micro-batch size, where it changed
@@ -124,21 +132,24 @@ class Mark:
 
 @dataclass(frozen=True)
 class Differences:
-    """Largest relative differences, from hand-written accumulation over the same pieces and, for a separable model, from whole batches."""
+    """Largest relative differences from accumulation by hand over the same pieces.
 
-    loss: float  # of a step
-    norm: float  # of a step's gradient
-    # of a parameter or buffer at the end, relative to the largest entry of its tensor
+    For a separable model also from training on whole batches.
+    """
+
+    loss: float  # difference of a step's loss
+    norm: float  # difference of the norm of a step's gradient
+    # Difference of a parameter or buffer at the end, relative to its tensor's largest entry.
     weight: float
-    tolerance_loss: float  # what counts as rounding in a loss, a norm or an output
+    tolerance_loss: float  # rounding allowed in a loss, a norm or an output
     tolerance_weight: float
-    outputs: float | None = None  # of an evaluation
-    whole_loss: float | None = None  # from the whole batch's
-    whole_weight: float | None = None  # from training on whole batches
+    outputs: float | None = None  # difference of an evaluation
+    whole_loss: float | None = None  # difference from the whole batch's loss
+    whole_weight: float | None = None  # difference from training on whole batches
 
     @property
     def largest(self) -> float:
-        """The largest of all; NaN where one of them is, which `max` would pass over."""
+        """Largest of all differences; NaN where one is NaN, which `max` would pass over."""
         found = [
             value
             for value in (
@@ -156,40 +167,40 @@ class Differences:
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended."""
+    """End of a run."""
 
-    # bytes still held when model, optimizer and runtime were at rest, with gradients emptied
+    # Bytes still held when model, optimizer and runtime were at rest, with gradients emptied.
     held: int
     expected: int  # bytes that they should hold then
     failures: int | None  # allocations that were refused; None where they are not counted
     error: str | None = None  # class and first line of the error that ended training
-    # after an error: whether parameters, buffers, gradients and random streams were as at the start
-    # of the call
+    # After an error: parameters, buffers, gradients and random streams were as at the start of the
+    # call.
     restored: bool | None = None
-    seconds: float = 0.0  # from that call's start to the error
+    seconds: float = 0.0  # seconds from that call's start to the error
 
 
 @dataclass
 class Run:
-    """One process of a scenario."""
+    """A process of a scenario."""
 
     scenario: str
     kind: str
     model: str
-    dtype: str  # of its parameters
-    seed: int  # of model, batches, script and controller
+    dtype: str  # type of its parameters
+    seed: int  # seed of model, batches, script and controller
     needs: Needs
     steps: list[Step] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     end: End | None = None
     differences: Differences | None = None
-    process: int = 0  # 1 for the second of two
-    began: float = 0.0  # by the host's monotonic clock, the same for all processes
-    seconds: float = 0.0  # calibration and reference runs included
+    process: int = 0  # number of the process; 1 for the second of two
+    began: float = 0.0  # start by the host's monotonic clock, the same for all processes
+    seconds: float = 0.0  # duration, calibration and reference runs included
     passed: bool = False
-    complaints: list[str] = field(default_factory=list)  # what was wrong, in words with numbers
-    unshown: str = ""  # why nothing could be shown on this model, although nothing was wrong
-    # whether the allocator's segments were, on CUDA: memory does not stay fragmented then
+    complaints: list[str] = field(default_factory=list)  # complaints, in words with numbers
+    unshown: str = ""  # the reason why this model could show nothing, although nothing was wrong
+    # On CUDA, the allocator's segments were expandable: memory does not stay fragmented then.
     expandable: bool = False
 
     @property
@@ -198,7 +209,10 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """In a word; "ok" is a proof: nothing was wrong, and what the scenario is about took place."""
+        """Verdict in a word.
+
+        "ok" is a proof: nothing was wrong, and the event of the scenario took place.
+        """
         return "FAILED" if not self.passed else "not shown" if self.unshown else "ok"
 
     def count(self, what: str) -> int:
@@ -210,7 +224,7 @@ class Run:
 
     @property
     def replayed(self) -> float:
-        """Samples that were run again, as a fraction of those that were trained on."""
+        """Samples that were run again, as a fraction of the samples trained on."""
         return sum(step.replayed for step in self.steps) / max(
             1, sum(step.samples for step in self.steps)
         )
@@ -233,9 +247,9 @@ class Run:
 
 
 def count(runs: Sequence[Run]) -> str:
-    """How many passed, in words.
+    """Return how many passed, in words.
 
-    Those that showed nothing are not among them: nothing was wrong, and nothing was proved.
+    Runs that showed nothing are not among them: nothing was wrong, and nothing was proved.
     """
     verdicts = Counter(run.verdict for run in runs)
     words = f"{verdicts['ok']} of {len(runs)} passed"
@@ -244,7 +258,7 @@ def count(runs: Sequence[Run]) -> str:
 
 
 def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:
-    """Writes all runs of one command. OSError where the file cannot be written."""
+    """Write all runs of one command. Raises an OSError where the file cannot be written."""
     found = json.dumps([asdict(run) | {"totals": run.totals()} for run in runs])
     document = {
         "schema": SCHEMA,
@@ -255,7 +269,7 @@ def write_json(runs: Sequence[Run], seed: int, path: Path) -> None:
         },
         "seed": seed,
         "passed": all(run.passed for run in runs),
-        # numbers that JSON does not have as "NaN", "Infinity" and "-Infinity"
+        # Numbers that JSON does not have are written as "NaN", "Infinity" and "-Infinity".
         "runs": json.loads(found, parse_constant=str),
     }
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")

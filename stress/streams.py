@@ -1,4 +1,4 @@
-"""The random streams of a process: torch's, Python's, and numpy's where numpy is there."""
+"""Random streams of a process: torch's, Python's, and numpy's where numpy is there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Streams:
-    """Where the random streams stand. A context manager: they stand there again at its end."""
+    """Positions of the random streams.
+
+    A context manager: the streams stand there again at its end.
+    """
 
     torch: Tensor
-    cuda: tuple[Tensor, ...]  # of each device
+    cuda: tuple[Tensor, ...]  # one for each device
     python: Any
-    numpy: Any  # of its legacy stream
+    numpy: Any  # numpy's legacy stream
 
     @classmethod
     def now(cls) -> Streams:
@@ -53,12 +56,12 @@ class Streams:
 
 
 def start_streams(seed: int) -> None:
-    """Starts them from a seed, of which numpy's takes 32 bits."""
+    """Start the streams from a seed, of which numpy's takes 32 bits."""
     torch.manual_seed(seed % 2**32)
     random.seed(seed % 2**32)
     with suppress(ImportError):
-        # by us: whoever imported it between two builds would leave the first of them with another
-        # stream
+        # We import it ourselves: a module that imported it between two builds would leave the first
+        # of them with another stream.
         import numpy.random
 
         numpy.random.seed(seed % 2**32)

@@ -1,4 +1,4 @@
-"""What each part of `tools/gpu_check` found, read from what it printed or wrote."""
+"""Figures of each part of `tools/gpu_check`, read from its output or its files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 
 Figures = dict[str, Any]
 WHY = 2000
-"""Characters kept of what pytest says of each test that failed."""
+"""Characters kept of pytest's report on each test that failed."""
 
 
 def read_junit(path: Path) -> Figures:
-    """Tests by outcome, and the names of those that failed, from pytest's JUnit report."""
-    # one that was interrupted has none
+    """Return tests by outcome, and the names of failed ones, from pytest's JUnit report."""
+    # A test that was interrupted has no name.
     cases = [case for case in ElementTree.parse(path).iter("testcase") if case.get("name")]
     if not cases:
         raise ValueError("no test was run")
@@ -50,7 +50,7 @@ def _name(case: ElementTree.Element) -> str:
 
 
 def read_demo(text: str) -> Figures:
-    """The rows of the demo's summary, by their labels, and its verdict."""
+    """Return the rows of the demo's summary, by their labels, and its verdict."""
     rows = {
         match[1].strip().replace(" ", "_").replace("-", "_"): match[2]
         for match in re.finditer(r"^([a-z][a-z -]{20} )(\S.*)$", text, re.MULTILINE)
@@ -62,13 +62,16 @@ def read_demo(text: str) -> Figures:
 
 
 def read_object(text: str) -> Figures:
-    """The first JSON object in what was printed: libraries may have warned before it, or after."""
+    """Return the first JSON object in an output.
+
+    Libraries may have warned before it, or after.
+    """
     found, _ = json.JSONDecoder().raw_decode(text, max(0, text.find("{")))
     return dict(found)
 
 
 def read_json(path: Path) -> Figures:
-    """A JSON object from a file."""
+    """Return a JSON object from a file."""
     found = json.loads(path.read_text())
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} holds no JSON object")
@@ -76,7 +79,7 @@ def read_json(path: Path) -> Figures:
 
 
 def read_stress(path: Path, *, expandable: bool | None = None) -> Figures:
-    """Verdict, complaints and totals of each run that the stress tool has recorded.
+    """Return verdict, complaints and totals of each run that the stress tool has recorded.
 
     Args:
         path: its JSON.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows the host guard against the kernel's own out-of-memory killer, in a control group made for it (Linux, root).
+"""The host guard against the kernel's out-of-memory killer, in a control group (Linux, root).
 
     python tools/host_guard_check.py
 
@@ -37,7 +37,7 @@ from elastic_mbs.memory.cgroup import groups_of
 MEBI = 1 << 20
 LIMIT = 560 * MEBI
 NEIGHBOUR = 96 * MEBI
-MARGIN = "128MiB"  # what the neighbour may take while one piece runs, and what the kernel needs
+MARGIN = "128MiB"  # for the neighbour while one piece runs, and for the kernel
 SAMPLES, WIDTH = 8192, 512
 FITS = 64
 NEIGHBOUR_SCRIPT = f"""
@@ -52,7 +52,7 @@ while True:
 
 
 def main() -> int:
-    """Runs both, and prints one line of figures for each."""
+    """Run both, and print one line of figures for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--train", choices=("raw", "guarded"), help=argparse.SUPPRESS)
@@ -78,7 +78,10 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _group() -> Iterator[Path]:
-    """A group of our own with a limit; taken away at the end, when nobody is left in it."""
+    """Make a group of our own with a limit.
+
+    It is removed at the end, when its last process has gone.
+    """
     groups = groups_of(Path("/"), Path("/proc/self/cgroup").read_bytes())
     own = next(
         (group for group in groups if os.path.exists(group.folder + group.names.usage)), None
@@ -130,7 +133,10 @@ def _run(folder: Path, steps: int, *, guard: bool) -> dict[str, Any]:
 
 
 def _inside(folder: Path, command: list[str]) -> list[str]:
-    """A command that begins in the group: what it uses before would be charged to another one."""
+    """Return a command that begins in the group.
+
+    Memory used before that would be charged to another group.
+    """
     return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(folder / "cgroup.procs"), *command]
 
 
@@ -149,7 +155,9 @@ def _train(steps: int, *, guard: bool) -> int:
     wanted = [
         parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
     ]
-    ooms, worst, sizes = 0, 0.0, set()
+    ooms = 0
+    worst = 0.0
+    sizes = set()
     began = time.perf_counter()
 
     def count(event: object) -> None:
@@ -158,7 +166,7 @@ def _train(steps: int, *, guard: bool) -> int:
 
     for _ in range(steps):
         model.zero_grad()
-        # a new runtime each time asks for the whole batch again: every step meets the limit
+        # A new runtime each time asks for the whole batch again: every step meets the limit.
         with ElasticMBS(
             model,
             micro_batch_size=SAMPLES,

@@ -1,9 +1,15 @@
-"""Run by `make wheel-test` from the installed wheel: three steps in a budget too small for the batch, every gradient checked; the stress tool."""
+"""Smoke test of the installed wheel, for `make wheel-test`.
+
+Trains three steps in a budget too small for the batch, with every gradient checked, and runs a
+scenario of the stress tool.
+"""
 
 import copy
 import importlib.util
+import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -13,13 +19,13 @@ from elastic_mbs import ElasticMBS, MemoryBudget
 
 
 def loss_fn(batch: torch.Tensor, net: torch.nn.Module) -> torch.Tensor:
-    """The mean over samples of the squared output: 48 MiB of activations for the batch of 64."""
+    """Return the mean of the squared output; the batch of 64 needs 48 MiB of activations."""
     loss: torch.Tensor = net(batch).square().mean(dim=(1, 2)).mean()
     return loss
 
 
 def main() -> None:
-    """Runs the plain loop, then the same one under the budget, and compares."""
+    """Run a plain loop, then the same one under a budget, and compare."""
     package = Path(elastic_mbs.__file__).parent
     assert package.is_relative_to(sys.prefix), f"imported from {package}, not from the wheel"
     assert (package / "py.typed").exists(), "py.typed is not in the wheel"
@@ -54,20 +60,28 @@ def main() -> None:
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
             optimizer.step()
     assert ooms > 0, "the budget was never exceeded"
-    look_for_the_stress_tool(package)
+    check_stress_tool(package)
+    check_description()
     print(
         f"wheel: 3 steps, {ooms} out-of-memory recovered, gradients exact; one scenario of the "
         "stress tool passed"
     )
 
 
-def look_for_the_stress_tool(package: Path) -> None:
-    """Checks that it lies inside the package, whole but for its results, and that no other name is taken."""
+def check_description() -> None:
+    """Check that the page of an index has no link to a file, which would be missing there."""
+    text = metadata.distribution("elastic-mbs").read_text("METADATA") or ""
+    assert "## What it promises" in text, text
+    links = r"\]\((?!https?:|#)[^)]*\)|^\[[\w-]+\]: (?!https?:).*$|src(set)?=\"(?!https?:)"
+    assert not (found := re.search(links, text, re.MULTILINE)), found
+
+
+def check_stress_tool(package: Path) -> None:
+    """Check that the stress tool lies inside the package, without results and C++ sources."""
     tool = package / "stress"
     assert not (tool / "results").exists(), "stress/results is in the wheel"
-    assert any((tool / "limits/simcuda").glob("*/*.cpp")), (
-        "the sources of the simulated CUDA are not in the wheel"
-    )
+    foreign = [path.name for path in package.rglob("*") if path.suffix in {".c", ".cpp", ".h"}]
+    assert not foreign, f"sources of C and C++ are in the wheel: {foreign}"
     assert importlib.util.find_spec("stress") is None, "the wheel takes the top-level name `stress`"
     script = Path(sys.executable).with_name("elastic-mbs")
     for command in ([str(script), "stress"], [sys.executable, "-m", "elastic_mbs.stress"]):
@@ -75,6 +89,10 @@ def look_for_the_stress_tool(package: Path) -> None:
             [*command, "--help"], capture_output=True, text=True, check=True
         ).stdout
         assert "usage: elastic-mbs stress" in told, told
+    told = subprocess.run(
+        [str(script), "stress", "--kind", "shim"], capture_output=True, text=True, check=False
+    ).stderr
+    assert "source distribution" in told, told
     page = Path("stress.html")
     scenario = [
         str(script),

@@ -1,1 +1,4 @@
-"""Training for a long time or through many failures, each step checked: `python -m stress hammer` and `soak`."""
+"""Long trainings, and trainings with many failures, each step checked.
+
+`python -m stress hammer` and `python -m stress soak`.
+"""

@@ -1,14 +1,16 @@
-"""Makes real allocations fail by the thousand, at random places of training, and holds every step against a loop by hand.
+"""Real allocations fail by the thousand, at random places of training.
 
-Memory moves between steps and between two operations of a step: in forward, in backward, while an
-optimizer steps, while what failed is run again. Under `shim` torch's own allocator fails, and
-counts it; under `rlimit` the kernel refuses memory to the whole process; `budget` counts tensors,
-on any system. Training runs in rounds of some 50 failures, each in a process of its own: one that
-crashes or hangs ends a round, not the run, and is told with the command that repeats it. Compared
-are gradient, loss, buffers, random streams and the optimizer's step; a call that is refused has to
-leave everything as it was, and none may leave memory behind.
+Each step is compared with a loop by hand. Memory moves between steps and between two operations of
+a step: in forward, in backward, in an
+optimizer's step, in a replay. Under `shim` torch's own allocator fails, and counts its failures;
+under `rlimit` the kernel refuses memory to the whole process; `budget` counts tensors, on any
+system. Training runs in rounds of some 50 failures, each in a process of its own: a crash or a hang
+ends a round and not the run, and is reported with the command that repeats it. Gradient, loss,
+buffers, random streams and the optimizer's step are compared. A refused call has to leave
+everything as it was, and no call may leave memory behind.
+
 Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 a crash or an unexpected error, 5 a hang;
-the highest of them where there are several.
+the highest where there are several.
 """
 
 from __future__ import annotations
@@ -50,29 +52,34 @@ from .training import Counts, Range, Training
 KINDS = ("shim", "rlimit", "budget", *ON_GPU)
 MODELS = ("gpt", "mlp", "cnn", "heads")
 PER_ROUND = 50  # failures after which a round ends
-STEPS = 400  # steps after which it ends all the same
-MOST_BAD = 5  # rounds that end badly, after which there is enough to look at
-LAST_WORDS = 12  # lines of what a process has printed, shown where it has crashed or hung
-TURNS = 6  # steps that one runtime makes: from the second on it works on what the first has learned
+STEPS = 400  # steps after which a round ends in any case
+MOST_BAD = 5  # bad rounds after which the run ends: enough to look at
+LAST_WORDS = 12  # lines of a process's output that are shown after a crash or a hang
+TURNS = 6  # steps with one runtime: from the second on it uses learned sizes
 
-NOTHING_MORE = "nothing more"  # what is held at that moment is all there is
-BLOCKS = "blocks"  # all there is, but in small blocks only
+NOTHING_MORE = "nothing more"  # nothing beyond the memory held at that moment
+BLOCKS = "blocks"  # all memory, but in small blocks only
 
-# Memory there is: this share of what the whole batch needs beyond the smallest piece; one of the
-# two above; None for as much as is wanted
+# Memory there is: a share of the whole batch's need beyond the smallest piece; one of the two
+# above; None for ample memory.
 Room = float | str | None
 
 
 @dataclass(frozen=True)
 class Blow:
-    """One move of memory."""
+    """A move of memory."""
 
-    at: int  # before which operation of the step, from 1; 0 is before the step
-    room: Room  # what is left
+    at: int  # number of the operation in the step that it precedes, from 1; 0 is before the step
+    room: Room  # memory that is left
 
 
 def draw(rng: random.Random, operations: int, range_: Range) -> list[Blow]:
-    """The moves of one step, in their order, where the whole batch in one piece takes so many operations, about; more pieces take more."""
+    """Draw the moves of one step, in their order.
+
+    `operations` is the approximate number of operations of the whole batch in one piece; several
+    pieces
+    take more.
+    """
     before: Room = (
         None if rng.random() < 0.3 else rng.uniform(0.05, 1.1) if rng.random() < 0.95 else -0.5
     )
@@ -106,11 +113,12 @@ def draw(rng: random.Random, operations: int, range_: Range) -> list[Blow]:
 
 
 class Blows(TorchDispatchMode):
-    """A block in which memory moves as drawn, and after which there is as much as is wanted."""
+    """A block in which memory moves as drawn; after it there is ample memory."""
 
     def __init__(self, limit: MemoryLimit, range_: Range, blows: Sequence[Blow]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._limit, self._range = limit, range_
+        self._limit = limit
+        self._range = range_
         self._blows = list(reversed(blows))
         self._held = limit.live()
         self._count = 0
@@ -151,11 +159,15 @@ class Blows(TorchDispatchMode):
 
 
 def hammer(emit: Emit, *, kind: str, model: str, seed: int, failures: int, steps: int) -> None:
-    """One round: trains until so many allocations have failed, or so many steps are made, and emits `{"counts": …}` after each step."""
+    """Run one round: train until `failures` allocations have failed or `steps` steps are made.
+
+    Emits `{"counts": …}` after each step.
+    """
     with open_limit(kind) as limit:
         training = Training(limit, model, seed)
         training.prepare()
-        rng, counts = training.rng, training.counts
+        rng = training.rng
+        counts = training.counts
         while counts.steps < steps and counts.failures < failures:
             options = {
                 "micro_batch_size": training.largest if rng.random() < 0.5 else "auto",
@@ -190,7 +202,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind", choices=KINDS, default="shim", help="what refuses memory (default shim)"
     )
-    models = f"built-in by name, or your own as path.py:factory; may be given again (default: {', '.join(MODELS)} by turns)"
+    models = (
+        "built-in by name, or your own as path.py:factory; may be given again (default: "
+        f"{', '.join(MODELS)} by turns)"
+    )
     parser.add_argument("--model", action="append", metavar="NAME", help=models)
     parser.add_argument(
         "--seed",
@@ -225,9 +240,13 @@ def main(options: argparse.Namespace) -> int:
     for model in models:
         find(model)
     check_kind(options.kind)
-    what = f"{options.failures} failures, limit {options.kind}, models {', '.join(models)}, seed {options.seed}, torch {torch.__version__}"
+    what = (
+        f"{options.failures} failures, limit {options.kind}, models {', '.join(models)}, seed "
+        f"{options.seed}, torch {torch.__version__}"
+    )
     print(f"hammer, {what}", flush=True)
-    run, began = _Run(options, models), time.monotonic()
+    run = _Run(options, models)
+    began = time.monotonic()
     run.rounds()
     for model, counts in run.counts.items():
         print(f"{Path(model).name:12} {counts.line()}")
@@ -256,29 +275,36 @@ def main(options: argparse.Namespace) -> int:
 
 
 class _Run:
-    """All rounds, and what they came to."""
+    """The rounds, and their results."""
 
     def __init__(self, options: argparse.Namespace, models: list[str]) -> None:
-        self._options, self._progress = options, Progress()
-        self.all, self.counts = Counts(), {model: Counts() for model in models}
-        self.bad: Counter[str] = Counter()  # rounds that ended badly, by how
-        self.code = PASSED  # the highest of a round
+        self._options = options
+        self._progress = Progress()
+        self.all = Counts()
+        self.counts = {model: Counts() for model in models}
+        self.bad: Counter[str] = Counter()  # rounds that ended badly, by kind
+        self.code = PASSED  # highest exit code of a round
         self.made = 0
 
     def rounds(self) -> None:
-        only, wanted, models = self._options.only, self._options.failures, list(self.counts)
+        only = self._options.only
+        wanted = self._options.failures
+        models = list(self.counts)
         if only is not None:
             self._round(models[0], only, PER_ROUND)
             return
-        each = min(PER_ROUND, -(-wanted // len(models)))  # every model has its turn
+        each = min(PER_ROUND, -(-wanted // len(models)))  # each model has its turn
         while self.all.failures < wanted and self.bad.total() < MOST_BAD:
-            seed = case_seed(self._options.seed, self.made) % 2**31  # numpy takes no more
+            seed = case_seed(self._options.seed, self.made) % 2**31  # numpy takes no larger seed
             self._round(
                 models[self.made % len(models)], seed, min(each, wanted - self.all.failures)
             )
 
     def _round(self, model: str, seed: int, failures: int) -> None:
-        """One round in a process of its own; what it counted until it ended badly counts."""
+        """Run one round in a process of its own.
+
+        A round that ends badly counts up to its end.
+        """
         last: dict[str, Any] = {}
         kind = self._options.kind
         arguments = {
@@ -292,7 +318,8 @@ class _Run:
         try:
             for message in run_child(kind, hammer, arguments, deadline=self._options.deadline):
                 last = message["counts"]
-                failed, made = self.all.failures + last["failures"], self.all.steps + last["steps"]
+                failed = self.all.failures + last["failures"]
+                made = self.all.steps + last["steps"]
                 self._progress.tell(
                     f"{Path(model).name}: {failed} failures, {made} steps, {self.bad.total()} bad "
                     "rounds"
@@ -317,7 +344,7 @@ class _Run:
 
 
 def bad_end(error: ChildError) -> tuple[int, list[str]]:
-    """The exit code of how a process has ended, and lines that tell of it."""
+    """Return the exit code for a process that ended badly, and lines that report it."""
     code = {"hang": HANG, WrongOutcomeError.__name__: WRONG}.get(error.how, UNEXPECTED)
     return code, [
         f"{error.how}: {error}",

@@ -1,10 +1,12 @@
-"""Trains for a long time while memory comes and goes, and looks whether memory, threads, files and the time of a step stay flat.
+"""Long training while memory comes and goes: does anything rise?
 
-Every door, evaluations, guarded optimizer steps and checkpoints take part, runtimes are made and
-closed, and gradients are checked now and then. Of a failed attempt nothing may be held when it is
-told of, and whenever all memory has returned the micro-batch has to grow back to the whole batch.
-Exit codes: 0 flat and exact, 2 bad input, 3 something rises, stays small, is held, or is wrong, 4
-an unexpected error, 5 a hang.
+Memory, threads, files and the time of a step have to stay flat. All three ways in, evaluations,
+guarded optimizer steps and checkpoints take part, runtimes are made and closed, and some gradients
+are checked. A failed attempt may hold nothing when its event is told, and whenever all memory has
+returned the micro-batch has to grow back to the whole batch.
+
+Exit codes: 0 flat and exact, 2 bad input, 3 a figure rises, the size stays small, memory is held,
+or a result is wrong, 4 an unexpected error, 5 a hang.
 """
 
 from __future__ import annotations
@@ -39,29 +41,32 @@ from .hammer import bad_end
 from .training import Training
 
 LEAST = 8  # samples of the second half that a trend needs
-STUCK = 600.0  # seconds beyond its time after which a run hangs
-# of what the whole batch needs beyond the smallest piece: what the memory is, by turns
+STUCK = 600.0  # seconds beyond its time after which a run counts as hung
+# Memory by turns, as shares of the whole batch's need beyond the smallest piece.
 SHARES = (0.1, 0.3, 0.6, 1.0, 1.5)
-# steps between two checks of a gradient, on average: drawn, or they could fall on one door alone
+# Mean number of steps between two checks of a gradient. It is drawn: a fixed one could always hit
+# the same way in.
 CHECKED_EVERY = 20
-# steps that each runtime makes with each door at least: from the second call on it works on what
-# the first has learned
+# Fewest steps of a runtime with each way in: from the second call on it uses what the first has
+# learned.
 TURNS = 4
-KEPT_RATIOS = 9  # of so many the median is the sample's
-# times what the whole batch takes are there between two steps: less than when all has come back, or
-# readings would not change
+KEPT_RATIOS = 9  # pairs of times; the sample takes their median
+# Memory between two steps, in needs of the whole batch: less than after all has come back, or
+# readings would not change.
 AMPLE = 4
-# calls until the micro-batch is as large as the batch again: five doublings, each with its patience
+# Calls until the micro-batch is as large as the batch again: five doublings, each with its
+# patience.
 BACK_WITHIN = 40
-BACK_SECONDS = 30.0  # that it may take in any case: readings of memory come by the clock
+BACK_SECONDS = 30.0  # allowed in any case: readings of memory come by the clock
 
 
 def soak(emit: Emit, *, kind: str, seconds: float, seed: int, model: str, samples: int) -> None:
-    """Trains for so long, and emits a sample with the counts so far about `samples` times."""
+    """Train for `seconds`, and emit a sample with the counts so far about `samples` times."""
     with open_limit(kind) as limit:
         running = Soak(limit, model, seed)
         running.prepare()
-        began, made = time.monotonic(), 0
+        began = time.monotonic()
+        made = 0
         while (now := time.monotonic() - began) < seconds or made < 2 * LEAST:
             made += 1
             running.train(began + now + seconds / samples)
@@ -82,7 +87,7 @@ class Soak(Training):
 
     def __init__(self, limit: MemoryLimit, model: str, seed: int) -> None:
         super().__init__(limit, model, seed)
-        # of times of a step, beside one by hand
+        # Times of a step of the runtime, relative to the step by hand.
         self.ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
         self.slowest = 0  # most calls until the micro-batch was back
         self._learned: dict[str, object] = {}
@@ -90,10 +95,13 @@ class Soak(Training):
         self._share = 1.0
 
     def train(self, until: float) -> None:
-        """Trains with runtimes of its own until a moment, at least a few steps with each door; then all memory comes back."""
+        """Train until a moment with runtimes made here, at least a few steps with each way in.
+
+        Then all memory comes back.
+        """
         policy = Policy(patience=2, min_gain=0.0, cooldown=0.0)
         quiet = {"policy": policy, "monitor_interval": 0.0}
-        # begins with the whole batch, whatever there is
+        # It begins with the whole batch, whatever memory there is.
         hopeful = {**quiet, "micro_batch_size": self.largest}
         with self.runtimes(
             {**quiet, "monitor_interval": self.rng.choice((0.0, 0.05))}, quiet, hopeful
@@ -119,7 +127,7 @@ class Soak(Training):
         gc.collect()
 
     def _step(self, mbs: ElasticMBS, door: Callable[[Any], Any]) -> None:
-        """One training step; every few of them the memory changes, and the step is checked."""
+        """Make one training step; every few steps, change the memory and check the step."""
         number = self.counts.steps
         if number % self.rng.choice((1, 2, 5)) == 0:
             self._share = self.rng.choice(SHARES)
@@ -138,25 +146,36 @@ class Soak(Training):
             self.limit.resize(held + AMPLE * self.range.whole)
 
     def come_back(self, mbs: ElasticMBS) -> None:
-        """All memory has returned; the micro-batch has to, within bounds."""
+        """Return all memory, and wait for the micro-batch to grow back.
+
+        The number of calls and the time that this takes are bounded.
+        """
         if self.real.options.get("grow") is False:
             return
         fewest = -(-self.length // self.largest)
-        began, calls, pieces = time.monotonic(), 0, self.length + 1
+        began = time.monotonic()
+        calls = 0
+        pieces = self.length + 1
         while pieces > fewest:
             late = calls >= BACK_WITHIN and time.monotonic() - began > BACK_SECONDS
-            back = f"there is memory for the whole batch again, but after {calls} calls it still runs in {pieces} pieces"
-            demand(not late, f"after step {self.counts.steps}: {back}")
-            pieces, calls = (
-                len(mbs.backward(self.real.loss_fn, self.real.batch(0)).partition),
-                calls + 1,
+            back = (
+                f"there is memory for the whole batch again, but after {calls} calls it still "
+                f"runs in {pieces} pieces"
             )
+            demand(not late, f"after step {self.counts.steps}: {back}")
+            pieces = len(mbs.backward(self.real.loss_fn, self.real.batch(0)).partition)
+            calls = calls + 1
             self.real.model.zero_grad()
         self.slowest = max(self.slowest, calls)
 
     def _time_a_step(self) -> None:
-        """A step of the runtime beside the same by hand, each in turn the first, so that the machine's own moods cancel."""
-        subject, batch, size = self.real, self.real.batch(0), max(1, self.length // 4)
+        """Time a step of the runtime beside the same step by hand.
+
+        Each is first in turn, so that the machine's drift cancels.
+        """
+        subject = self.real
+        batch = self.real.batch(0)
+        size = max(1, self.length // 4)
         pieces = partition(0, self.length, size)
         with ElasticMBS(
             subject.model,
@@ -180,17 +199,17 @@ class Soak(Training):
 
 @dataclass(frozen=True)
 class Sample:
-    """What was measured at one moment, every runtime closed and every gradient gone."""
+    """A measurement, with every runtime closed and every gradient gone."""
 
     at: float  # seconds since the start
     live: int  # bytes of tensors, as the memory limit counts them
     resident: int  # bytes of the process that are in memory
     data: int  # bytes of its data segments; 0 where the system does not tell
     threads: int
-    files: int  # descriptors that are open
-    objects: int  # that Python's garbage collector follows
-    hooks: int  # on the modules and leaves of the model
-    # time of a step without an event, beside a loop written by hand with the same pieces
+    files: int  # open descriptors
+    objects: int  # objects that Python's garbage collector follows
+    hooks: int  # hooks on the modules and leaves of the model
+    # time of a step without an event, relative to a loop by hand with the same pieces
     ratio: float
 
 
@@ -214,8 +233,8 @@ def measured(at: float, live: int, model: nn.Module, ratio: float) -> Sample:
 
 
 MIB = 1 << 20
-# How much each may rise over the second half: so much in its own unit, or this part of its median
-# where that is more
+# Allowed rise of each figure over the second half: in its own unit, or as a part of its median,
+# whichever is larger.
 LIMITS: dict[str, tuple[float, float]] = {
     "live": (0.0, 0.0),
     "resident": (8 * MIB, 0.02),
@@ -229,7 +248,10 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The median of the slopes between all pairs of points (Theil–Sen): up to 29 % of the points may be far off without a change of it."""
+    """Return the median of the slopes between all pairs of points (Theil–Sen).
+
+    Up to 29 % of the points may be far off without changing it.
+    """
     slopes = [
         (y2 - y1) / (x2 - x1)
         for (x1, y1), (x2, y2) in combinations(zip(xs, ys, strict=True), 2)
@@ -239,7 +261,10 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def trends(samples: Sequence[Sample]) -> Iterator[tuple[str, float, float]]:
-    """Each figure with how much it has risen over the second half of the samples, by its slope, and how much it may have."""
+    """Yield each figure's name, its rise over the second half of the samples, and the allowed rise.
+
+    The rise follows from the slope.
+    """
     half = samples[len(samples) // 2 :]
     xs = [sample.at for sample in half]
     for name, (least, share) in LIMITS.items():
@@ -248,7 +273,7 @@ def trends(samples: Sequence[Sample]) -> Iterator[tuple[str, float, float]]:
 
 
 def complaints(samples: Sequence[Sample]) -> list[str]:
-    """What is not flat, in words with numbers; a run that is too short to tell says so."""
+    """Return the figures that are not flat, in words; or that the run is too short to tell."""
     if len(samples) // 2 < LEAST:
         return [f"{len(samples)} samples are too few for a trend: it takes {2 * LEAST}; run longer"]
     minutes = (samples[-1].at - samples[len(samples) // 2].at) / 60
@@ -303,7 +328,10 @@ def main(options: argparse.Namespace) -> int:
     arguments = {name: getattr(options, name) for name in ("kind", "seed", "model", "samples")} | {
         "seconds": options.minutes * 60
     }
-    what = f"limit {options.kind}, model {options.model}, seed {options.seed}, torch {torch.__version__}"
+    what = (
+        f"limit {options.kind}, model {options.model}, seed {options.seed}, torch "
+        f"{torch.__version__}"
+    )
     print(f"soak for {options.minutes:g} min, {what}", flush=True)
     samples: list[Sample] = []
     last: dict[str, Any] = {}

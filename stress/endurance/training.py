@@ -1,4 +1,4 @@
-"""A model in training under a memory limit, each step held against a twin that accumulates by hand."""
+"""A model in training under a memory limit; each step is compared with a twin trained by hand."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from ..reference.by_hand import accumulate, check_covered, view_of
 from ..reference.state import State, demand, error_of, same_state, tolerance_of
 from ..scenarios.measure import smallest
 
-# bytes that a process limit leaves to Python and to torch's own bookkeeping, which an allocator of
-# tensors has elsewhere
+# Bytes that a process limit leaves to Python and to torch's own bookkeeping. An allocator of
+# tensors has them elsewhere.
 SLACK = 1 << 20
-# bytes of losses, states of random generators and the like that a call may hold
+# Bytes of losses, states of random generators and the like that a call may hold.
 BOOKKEEPING = 16384
 
 Door = Callable[[Any], StepResult]
@@ -48,13 +48,13 @@ Moving = Callable[[], AbstractContextManager[object]]  # makes a block in which 
 
 @dataclass(frozen=True)
 class Range:
-    """What rooms are in bytes."""
+    """Bytes of a room for the smallest piece and for the whole batch."""
 
-    least: int  # what the smallest piece takes beyond what is held between two steps
-    whole: int  # what the whole batch takes likewise
-    # what stays beside `NOTHING_MORE`, where the interpreter's own memory counts, too
+    least: int  # need of the smallest piece beyond the memory held between two steps
+    whole: int  # need of the whole batch beyond that memory
+    # room beside `NOTHING_MORE`, where the interpreter's own memory counts as well
     slack: int = 0
-    blocks: bool = False  # whether the memory limit knows `BLOCKS`
+    blocks: bool = False  # the memory limit knows `BLOCKS`
 
     def of(self, share: float) -> int:
         return max(0, self.least + int((self.whole - self.least) * share))
@@ -63,16 +63,15 @@ class Range:
 @dataclass
 class Counts(Tally):
     steps: int = 0
-    # allocations that were refused, by the limit's count; where there is none, out-of-memory errors
-    # of the events
+    # refused allocations by the limit's count; out-of-memory errors where the limit has no count
     failures: int = 0
-    ooms: int = 0  # out-of-memory errors of the events, those of the optimizer among them
+    ooms: int = 0  # out-of-memory errors of the events, the optimizer's included
     checked: int = 0  # steps whose gradient, loss, buffers and random streams were compared
     worst: float = 0.0  # largest relative difference of a gradient
     optimizer: int = 0  # guarded optimizer steps that were compared
-    phases: Counter[str] = field(default_factory=Counter)  # what ran out of memory
-    modes: Counter[str] = field(default_factory=Counter)  # how it was replayed
-    # typed errors that ended a call with everything as before it
+    phases: Counter[str] = field(default_factory=Counter)  # failures by phase
+    modes: Counter[str] = field(default_factory=Counter)  # replays by mode
+    # typed errors that ended a call and left everything as it was
     refused: Counter[str] = field(default_factory=Counter)
 
     def line(self) -> str:
@@ -85,12 +84,13 @@ class Counts(Tally):
 
 
 class Training:
-    """A model in training, its twin, and what is known of both."""
+    """A model in training, its twin, and the measurements of both."""
 
     def __init__(self, limit: MemoryLimit, model: str, seed: int) -> None:
         torch.set_num_threads(1)
         self.limit = limit
-        self.real, self.twin = make(model, seed, limit.device), make(model, seed, limit.device)
+        self.real = make(model, seed, limit.device)
+        self.twin = make(model, seed, limit.device)
         self.rng = random.Random(seed)
         self.optimizers = [
             subject.optimizer(subject.model.parameters()) for subject in (self.real, self.twin)
@@ -101,17 +101,20 @@ class Training:
             self.length, self.real.options.get("max_micro_batch_size") or self.length
         )
         self.counts = Counts()
-        # held beside gradients before a call, most beyond that since, and when that was
-        self._before, self._most, self._when = 0, 0, ""
+        # Bytes held beside gradients before a call, the most beyond them since, and when that was.
+        self._before = 0
+        self._most = 0
+        self._when = ""
         torch.manual_seed(seed)
 
     def prepare(self) -> None:
-        """Measures what the whole batch takes, and what the smallest piece, in the twin.
+        """Measure the need of the whole batch and of the smallest piece, in the twin.
 
-        UsageError where there is no difference.
+        Raises a UsageError where they do not differ.
         """
         self.limit.warm(self._piece, range(smallest(self.real), self.length + 1))
-        needs, kept = [], []
+        needs = []
+        kept = []
         for size in (self.length, self.length, smallest(self.twin)):
             held = self.limit.live()
             self.limit.reset_peak()
@@ -119,7 +122,7 @@ class Training:
                 self._piece(size)
             needs.append((self.limit.peak() - held, counting.count))
             kept.append(self.limit.live() - held)
-        self.kept = max(0, *kept)  # by the model itself, of its last piece
+        self.kept = max(0, *kept)  # held by the model itself, of its last piece
         (whole, self.operations), (least, _) = needs[1:]
         if whole <= least:
             raise UsageError(
@@ -127,7 +130,7 @@ class Training:
                 "smallest piece, so nothing could be shown"
             )
         by_allocator = self.limit.kind != "rlimit"
-        # to break up a GPU's memory takes all of it, which a step cannot spare in the middle
+        # Breaking up a GPU's memory takes all of it, which a step cannot spare in the middle.
         self.range = Range(
             least,
             whole,
@@ -135,7 +138,7 @@ class Training:
             by_allocator and self.limit.device.type == "cpu",
         )
         gc.collect()
-        gc.freeze()  # what has been imported by now need not be looked at each time
+        gc.freeze()  # imported objects need not be looked at each time
 
     def _piece(self, size: int) -> None:
         accumulate(self.twin, view_of(self.twin, self.twin.batch(0)), [(0, size)])
@@ -143,8 +146,12 @@ class Training:
 
     @contextmanager
     def runtimes(self, *options: dict[str, Any]) -> Iterator[tuple[ElasticMBS, list[Door]]]:
-        """A runtime for `backward`, one behind the decorator and one for the loop, each with its options or the last ones given."""
-        model, loss_fn = self.real.model, self.real.loss_fn
+        """Yield runtimes with their ways in: `backward`, the decorator and the loop.
+
+        Each has its own options, or the last ones given.
+        """
+        model = self.real.model
+        loss_fn = self.real.loss_fn
         common = {
             "outputs": None,
             "wait_for_memory": 0,
@@ -162,23 +169,24 @@ class Training:
 
     def _note(self, event: Event) -> None:
         if isinstance(event, OutOfMemory):
-            if event.mode != "isolate":  # which sets gradients aside by design
+            if event.mode != "isolate":  # "isolate" sets gradients aside by design
                 self._look(f"failed {event.phase}")
             self.counts.modes[event.mode] += 1
         if isinstance(event, OutOfMemory | OptimizerOutOfMemory):
             self.counts.ooms += 1
             self.counts.phases[event.phase if isinstance(event, OutOfMemory) else "optimizer"] += 1
 
-    # ------------------------------------------------------------------ what is held
+    # ------------------------------------------------------------------ memory that is held
 
     def _look(self, when: str) -> None:
-        """After a failed attempt or a call, when no other backward has run."""
+        """Note the memory held after a failed attempt or a call, when no other backward has run."""
         more = self._beside_gradients() - self._before
         if more > self._most:
-            self._most, self._when = more, when
+            self._most = more
+            self._when = when
 
     def _beside_gradients(self) -> int:
-        """Bytes that this process holds, as the limit counts them, without the gradients of the model."""
+        """Return the bytes held by this process, as the limit counts them, without gradients."""
         least = MINIMUM if isinstance(self.limit, ShimLimit) else 1
         grads = [leaf.grad for leaf in self.real.model.parameters() if leaf.grad is not None]
         storages = [
@@ -190,8 +198,9 @@ class Training:
     # ------------------------------------------------------------------ a step
 
     def short(self, call: Callable[[], Any], moving: Moving) -> tuple[Any, RecoveryError | None]:
-        """A call while memory is short."""
-        before, told = self.limit.failures(), self.counts.ooms
+        """Make a call while memory is short."""
+        before = self.limit.failures()
+        told = self.counts.ooms
         try:
             with moving():
                 return call(), None
@@ -213,19 +222,22 @@ class Training:
         checked: bool = True,
         guarded: bool = True,
     ) -> None:
-        """One training step.
+        """Make one training step.
 
-        WrongOutcomeError where something is not what it has to be, or a failed attempt is held.
+        Raises a WrongOutcomeError where a result is wrong, or a failed attempt is held.
         """
-        number, where = self.counts.steps, f"step {self.counts.steps}: "
+        number = self.counts.steps
+        where = f"step {self.counts.steps}: "
         self.counts.steps += 1
-        batch, start = self.real.batch(number), self.state()
+        batch = self.real.batch(number)
+        start = self.state()
         if checked:
             self.follow()
-        self._before, self._most = self._beside_gradients(), 0
+        self._before = self._beside_gradients()
+        self._most = 0
         result, error = self.short(lambda: door(batch), moving)
         self._look("call")
-        if self.limit.kind != "rlimit":  # which counts what the interpreter has, too
+        if self.limit.kind != "rlimit":  # "rlimit" counts the interpreter's memory as well
             still = (
                 f"{self._most} bytes of it were still held after the {self._when}, beside gradients"
             )
@@ -246,7 +258,7 @@ class Training:
     def optimize(
         self, mbs: ElasticMBS, moving: Moving, where: str, *, checked: bool = True
     ) -> None:
-        """One guarded step of the optimizer, and where it is checked a plain one of the twin's."""
+        """Make one guarded optimizer step, and compare it with a plain one where `checked`."""
         mine, other = self.optimizers
         if checked:
             other.load_state_dict(copy.deepcopy(mine.state_dict()))
@@ -279,7 +291,7 @@ class Training:
         return State.of(self.real.leaves(), self.real.model)
 
     def follow(self) -> None:
-        """The twin becomes equal to the model, so that differences do not add up."""
+        """Make the twin equal to the model, so that differences do not add up."""
         with torch.no_grad():
             for leaf, theirs in zip(self.twin.leaves(), self.real.leaves(), strict=True):
                 leaf.copy_(theirs)
@@ -294,12 +306,13 @@ class Training:
                 )
 
     def check_refused(self, start: State, where: str) -> None:
-        """Everything is as before a call that was refused."""
+        """Check that everything is as it was before a call that was refused."""
         start.demand_kept(self.state(), where=where)
 
     def check(self, number: int, result: StepResult, start: State, where: str) -> None:
-        """Everything is as the twin has it after the same pieces by hand."""
-        view, now = view_of(self.twin, self.twin.batch(number)), self.state()
+        """Check that everything is as in the twin after the same pieces by hand."""
+        view = view_of(self.twin, self.twin.batch(number))
+        now = self.state()
         check_covered([*result.partition, *result.skipped], view.length, where)
         start.streams.restore()
         loss = accumulate(self.twin, view, result.partition)

@@ -1,4 +1,7 @@
-"""Every place a call can fail, and the outcome compared with a reference: `python -m stress exhaustive`; see `command.py`."""
+"""Every place where a call can fail, and the outcome compared with a reference.
+
+`python -m stress exhaustive`; see `command.py`.
+"""
 
 from __future__ import annotations
 

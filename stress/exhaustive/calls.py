@@ -1,4 +1,4 @@
-"""The ways to use a runtime, each with what it may and what it must change."""
+"""Ways to use a runtime, each with the changes that it may and must make."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ from .target import Partition, Target, reference, whole_batch
 
 @dataclass
 class Call:
-    """One way to use a runtime, on one case."""
+    """A way to use a runtime, on one case."""
 
     target: Target
     case: Subject
     mbs: ElasticMBS
-    user_code: Callable[[], None] = lambda: None  # is called when the user's code runs
+    user_code: Callable[[], None] = lambda: None  # called when the user's code runs
 
-    gradients = True  # whether it may leave gradients behind when it fails, and says so
+    gradients = True  # may leave gradients behind when it fails, and says so
 
     @property
     def batch(self) -> Any:
         return self.case.batch(0)
 
     def loss(self, batch: Any) -> Any:
-        """The user's code."""
+        """Run the user's code."""
         self.user_code()
         return self.case.loss_fn(batch)
 
     def backward(self) -> StepResult:
-        """The first door; a loss over embeddings gets a part of the batch beside them, which it returns as outputs."""
+        """Call `backward`.
+
+        A loss over embeddings gets a part of the batch beside them, and returns it as outputs.
+        """
         if (over := self.case.over) is None:
             return self.mbs.backward(self.loss, self.batch)
         return self.mbs.backward_embeddings(
@@ -59,27 +62,34 @@ class Call:
         )
 
     def prepare(self) -> None:
-        """Brings the case to where the call begins."""
+        """Bring the case to the state in which the call begins."""
 
     def perform(self) -> Any:
         raise NotImplementedError
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        """The largest difference of a number from what it should be; WrongOutcomeError where it is too large, or more has changed than may."""
+        """Return the largest difference of a number from the reference.
+
+        Raises a WrongOutcomeError where it is too large, or more has changed than may.
+        """
         raise NotImplementedError
 
     def judge_failed(self, start: State, end: State, notes: str) -> None:
-        """WrongOutcomeError where a call that has failed has changed more than its error's notes say."""
+        """Check that a failed call has changed no more than its error's notes say.
+
+        Raises a WrongOutcomeError otherwise.
+        """
         start.demand_kept(end, notes if self.gradients else "")
 
     def is_whole(self, start: State, end: State) -> bool:
-        """Whether all was done when an interrupt came, where that is as good as nothing."""
+        """Return whether all was done when an interrupt came, where that is allowed."""
         return False
 
     def keeper(self) -> Callable[[], None]:
-        """A function that puts everything back to where it is now."""
+        """Return a function that puts everything back to the present state."""
         leaves = self.case.leaves()
-        start, objects = State.of(leaves, self.case.model), [leaf.grad for leaf in leaves]
+        start = State.of(leaves, self.case.model)
+        objects = [leaf.grad for leaf in leaves]
         batch = map_tensors(self.batch, lambda t: t.detach().clone())
 
         def put_back() -> None:
@@ -92,20 +102,20 @@ class Call:
         return put_back
 
     def warm_up(self) -> None:
-        """One clean call, and everything it changed put back."""
+        """Make one clean call, and put everything back that it changed."""
         put_back = self.keeper()
         self.perform()
         put_back()
 
 
 def one_of(batch: Any) -> Tensor:
-    """A copy of a tensor of the batch."""
+    """Return a copy of a tensor of the batch."""
     found: Tensor = tensors_in(batch)[0]
     return found.detach() * 1
 
 
 class Loop(Call):
-    """The third door, the loop written out."""
+    """The loop written out."""
 
     def perform(self) -> Any:
         return by_loop(self.mbs, self.loss, self.batch)
@@ -125,7 +135,7 @@ class Loop(Call):
 
 
 class Backward(Loop):
-    """The first door, with outputs where the loss leaves room for them."""
+    """`backward`, with outputs where the loss leaves room for them."""
 
     def loss(self, batch: Any) -> Any:
         loss = super().loss(batch)
@@ -156,7 +166,7 @@ class Reading(Call):
         self._result = self.backward()
 
     def warm_up(self) -> None:
-        """There is no second first time."""
+        """Do nothing: there is no second first reading."""
 
     def perform(self) -> float:
         return float(self._result)
@@ -170,7 +180,7 @@ class Reading(Call):
 
 
 class Evaluation(Call):
-    """`evaluate`, whose function gives a loss for each piece, and a tensor whose pieces are joined."""
+    """`evaluate` of a function that gives a loss for each piece, and a tensor that is joined."""
 
     gradients = False
 
@@ -210,7 +220,10 @@ class Evaluation(Call):
 
 @lru_cache(maxsize=1024)
 def evaluated(target: Target, pieces: Partition) -> tuple[dict[str, Tensor], State]:
-    """The losses of these pieces without a graph, by name ("" where there is one), and the state after them."""
+    """Return the losses of these pieces without a graph, and the state after them.
+
+    Losses come by name, "" where there is one.
+    """
     case = target.plain()
     view = view_of(case, case.batch(0))
     losses: dict[str, list[Tensor]] = {}
@@ -247,10 +260,11 @@ def verified(target: Target) -> str:
 
 
 class OptimizerStep(Call):
-    """`optimizer_step`, of an optimizer whose state is made by its first step."""
+    """`optimizer_step` of an optimizer whose first step makes its state."""
 
     def prepare(self) -> None:
-        leaves, streams = self.case.leaves(), Streams.now()
+        leaves = self.case.leaves()
+        streams = Streams.now()
         gradients = reference(self.target, whole_batch(self.target)).grads
         for leaf, grad in zip(leaves, gradients, strict=True):
             leaf.grad = None if grad is None else grad.clone()
@@ -259,12 +273,14 @@ class OptimizerStep(Call):
         self.scaler = self.case.options.get("scaler")
         if self.scaler is not None:
             self.scaler.scale(torch.zeros(()))
-        self._start, self._warm = copy.deepcopy(self.optimizer.state_dict()), False
+        self._start = copy.deepcopy(self.optimizer.state_dict())
+        self._warm = False
         streams.restore()
 
     def warm_up(self) -> None:
         self.optimizer.step()
-        self._start, self._warm = copy.deepcopy(self.optimizer.state_dict()), True
+        self._start = copy.deepcopy(self.optimizer.state_dict())
+        self._warm = True
 
     def perform(self) -> None:
         self.mbs.optimizer_step(self.optimizer)
@@ -285,7 +301,7 @@ class OptimizerStep(Call):
         return False
 
     def keeper(self) -> Callable[[], None]:
-        # a gradient that has been unscaled must stay so: the scaler remembers it
+        # A gradient that has been unscaled must stay so: the scaler remembers it.
         return lambda: None
 
     def judge_failed(self, start: State, end: State, notes: str) -> None:
@@ -301,7 +317,7 @@ class OptimizerStep(Call):
 
 @lru_cache(maxsize=256)
 def stepped(target: Target, warm: bool) -> tuple[State, Any]:
-    """Parameters and the optimizer's state after a plain step."""
+    """Return the parameters and the optimizer's state after a plain step."""
     case = target.plain()
     with ElasticMBS(case.model) as mbs:
         call = OptimizerStep(target, case, mbs)

@@ -1,9 +1,11 @@
-"""Makes memory run out everywhere in a call: at every operation, the library's own included, and an exception at every line of recovery.
+"""Memory runs out everywhere in a call, and exceptions strike every line of recovery.
 
-Each outcome has to be what a call without failures gives, or a typed error with everything as it
-was. All else is wrong (a result that is not right), raw (an error for lack of memory that is not
-typed) or damaged (an error after which something is not as it was). Exit codes: 0 all were, 2 bad
-input, 3 an outcome that is not allowed, 4 an unexpected error.
+Every operation is struck, the library's own included. Each outcome has to be that of a call without
+failures, or a typed error with everything as it was. All else is wrong (the result differs), raw
+(an error for lack of memory that is not typed) or damaged (an error after which something has
+changed).
+
+Exit codes: 0 all were right, 2 bad input, 3 an outcome that is not allowed, 4 an unexpected error.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .target import Target, builtin, of_subject
 
 DIMENSIONS = ("operations", "lines")
 SHOWN = 5  # outcomes of each kind that are printed for a case; the rest are counted
-SAMPLES = 8  # of the user's first batch, unless told otherwise
+SAMPLES = 8  # samples of the user's first batch, unless told otherwise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a model in their place: built-in by name, or your own as path.py:factory",
     )
-    samples = f"how many samples of --model's first batch make the batch: fewer are quicker, the operations stay the same (default {SAMPLES})"
+    samples = (
+        "how many samples of --model's first batch make the batch: fewer are quicker, the "
+        f"operations stay the same (default {SAMPLES})"
+    )
     parser.add_argument("--samples", type=whole(1), metavar="N", help=samples)
     parser.add_argument("--seed", type=seed, metavar="N", help="of --model (default 0)")
     where = "at operations that can allocate, at lines of recovery, or at both (default)"
@@ -52,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="only this call; may be given again (default: all)",
     )
-    stride = "strike at every N-th point only: the model is made anew for each, which takes long where it has many parameters (default 1)"
+    stride = (
+        "strike at every N-th point only: the model is made anew for each, which takes long where "
+        "it has many parameters (default 1)"
+    )
     parser.add_argument("--stride", type=whole(1), metavar="N", default=1, help=stride)
     parser.add_argument(
         "--max-points",
@@ -67,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Summary(Tally):
-    """What the points of one case came to."""
+    """Outcomes at the points of one case."""
 
     case: str = ""
     points: int = 0
@@ -89,7 +97,8 @@ class Summary(Tally):
         return ", ".join(f"{self.found[kind]} {kind}" for kind in (WRONG, RAW, DAMAGED))
 
     def line(self) -> str:
-        modes, errors = listed(self.modes), listed(self.errors)
+        modes = listed(self.modes)
+        errors = listed(self.errors)
         counts = f"{self.points:6} points  {self.exact:6} exact  {self.bad()}"
         return (
             f"{self.case:28} {counts}  worst {self.worst:.1e}  replays: {modes}  errors: {errors}"
@@ -100,7 +109,8 @@ def main(options: argparse.Namespace) -> int:
     prepare()
     targets = _targets(options)
     began = time.monotonic()
-    table, code = [], PASSED
+    table = []
+    code = PASSED
     for target in targets:
         summary = Summary(target.name)
         sweep = Sweep(target, options.stride, options.max_points, options.call or tuple(CALLS))
@@ -120,9 +130,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _targets(options: argparse.Namespace) -> list[Target]:
-    """The cases that were asked for.
+    """Return the cases that were asked for.
 
-    UsageError where there is none such, or options do not go together.
+    Raises a UsageError where there is no such case, or options do not go together.
     """
     for name in ("samples", "seed"):
         if options.model is None and getattr(options, name) is not None:
@@ -141,24 +151,26 @@ def _targets(options: argparse.Namespace) -> list[Target]:
     case = target.build()
     how = "compared with the same pieces and with the whole batch"
     if not case.separable:
-        how = "its gradient depends on the split (BatchNorm, dropout, samples that depend on each other): compared with the same pieces only"
+        how = (
+            "its gradient depends on the split (BatchNorm, dropout, samples that depend on each "
+            "other): compared with the same pieces only"
+        )
     print(f"{target.name}: {how}, tolerance {case.tolerance:.0e}")
     return [target]
 
 
 def _case(sweep: Sweep, dimension: str | None, summary: Summary) -> int:
-    """Strikes at the points of one case, and adds up what they come to; returns the exit code."""
-    name, ways = sweep.target.name, sweep.ways()
+    """Strike at the points of one case, add up the outcomes, and return the exit code."""
+    name = sweep.target.name
+    ways = sweep.ways()
     for outcome in ways.values():
         if outcome.found:
             print(f"WRONG without a failure: {outcome}", flush=True)
             summary.add(outcome)
             return EXIT_WRONG
-    progress, expected, began = (
-        Progress(piped=30.0, live=1.0),
-        sweep.expected(ways),
-        time.monotonic(),
-    )
+    progress = Progress(piped=30.0, live=1.0)
+    expected = sweep.expected(ways)
+    began = time.monotonic()
     try:
         for chosen in DIMENSIONS if dimension is None else (dimension,):
             for outcome in getattr(sweep, chosen)(ways):

@@ -1,4 +1,7 @@
-"""One call with something failing, which may give what it gives without failures, or a typed error with everything as it was."""
+"""A call under injection.
+
+Its outcome has to be that of a call without failures, or a typed error with everything as it was.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,21 @@ from .calls import CALLS, Call
 from .strike import INJECTED, Lines, Operations
 from .target import Target
 
-# a result that is not right, an error that is not typed, a state that is not as it was
+# a wrong result, an error that is not typed, a state that has changed
 WRONG, RAW, DAMAGED = "wrong", "raw", "damaged"
 
 
 @dataclass
 class Outcome:
-    """What one call under injection came to."""
+    """Outcome of one call under injection."""
 
-    name: str  # of the call
-    modes: list[str]  # how failures were replayed
-    hits: list[str]  # what was made to fail
-    operations: int  # that could have failed
-    error: str | None = None  # the type of the error that left the call
+    name: str  # name of the call
+    modes: list[str]  # modes of the replays
+    hits: list[str]  # operations that were made to fail
+    operations: int  # number of operations that could have failed
+    error: str | None = None  # type of the error that left the call
     worst: float = 0.0  # largest relative difference of a number from the reference
-    # what is not allowed: WRONG, RAW or DAMAGED, with the reason
+    # outcomes that are not allowed (WRONG, RAW or DAMAGED), with the reason
     found: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -48,7 +51,15 @@ def run(
     warm: bool,
     case: Subject | None = None,
 ) -> Outcome:
-    """Runs one call under injection, `warm` after a clean one, on the `case` given where building it costs too much, and judges its outcome."""
+    """Run one call under injection, and judge its outcome.
+
+    Args:
+        target: the step or model that is trained.
+        strikes: the failures to inject.
+        call: the way to use a runtime.
+        warm: make a clean call first.
+        case: the subject to run on, where building one costs too much; None builds it.
+    """
     case = case or target.build()
     fault = strikes.fault if isinstance(strikes, Lines) else strikes
     modes: list[str] = []
@@ -68,12 +79,14 @@ def run(
     used.prepare()
     if warm:
         used.warm_up()
-    start, put_back = State.of(case.leaves(), case.model), used.keeper()
+    start = State.of(case.leaves(), case.model)
+    put_back = used.keeper()
     product, error = _performed(used, strikes, fault)
     outcome = Outcome(
         f"{target.name}, {'warm' if warm else 'cold'} {call}", modes, fault.hits, fault.count
     )
-    end, left = State.of(case.leaves(), case.model), _left_in_process()
+    end = State.of(case.leaves(), case.model)
+    left = _left_in_process()
     if left:
         outcome.found[DAMAGED] = left
     if error is None:
@@ -82,7 +95,7 @@ def run(
         except WrongOutcomeError as wrong:
             outcome.found[WRONG] = str(wrong)
     elif _judge_error(used, error, start, end, outcome):
-        error = None  # with all that it keeps alive
+        error = None  # the error goes, with all that it keeps alive
         put_back()
         _judge_next(used, start, outcome)
     try:
@@ -96,7 +109,10 @@ def run(
 def _performed(
     used: Call, strikes: Operations | Lines, fault: Operations
 ) -> tuple[Any, BaseException | None]:
-    """What a call gives, or the error that it ends in; an interrupt from outside passes through."""
+    """Return the result of a call, or the error that ended it.
+
+    An interrupt from outside passes through.
+    """
     backend = used.case.backend
     if backend is not None:
         backend.inject = fault
@@ -113,7 +129,7 @@ def _performed(
 
 
 def _left_in_process() -> str:
-    """What of the call is left in the process beside its state; taken away."""
+    """Name the leftovers of the call in the process beside its state, and take them away."""
     found = []
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
@@ -127,8 +143,12 @@ def _left_in_process() -> str:
 def _judge_error(
     used: Call, error: BaseException, start: State, end: State, outcome: Outcome
 ) -> bool:
-    """Judges an error and what it has left behind; returns whether the same call can be made again."""
-    outcome.error, text = type(error).__name__, f"{type(error).__name__}: {error}"
+    """Judge an error and the state after it.
+
+    Returns whether the same call can be made again.
+    """
+    outcome.error = type(error).__name__
+    text = f"{type(error).__name__}: {error}"
     injected = error.args == (INJECTED,)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) and not isinstance(
         error, ElasticMBSError
@@ -147,7 +167,7 @@ def _judge_error(
 
 
 def _judge_next(used: Call, start: State, outcome: Outcome) -> None:
-    """The same call once more, without a failure."""
+    """Make the same call once more, without a failure, and judge it."""
     try:
         used.judge(used.perform(), start, State.of(used.case.leaves(), used.case.model))
     except WrongOutcomeError as wrong:

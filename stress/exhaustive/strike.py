@@ -1,4 +1,4 @@
-"""What is made to fail: operations that can allocate, the library's own among them, and lines of recovery."""
+"""Injectors: operations that can allocate, the library's own among them, and lines of recovery."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_mbs.testing import InjectOOM
 PACKAGE = str(Path(elastic_mbs.__file__).parent) + "/"
 OUTSIDE = re.compile("/(testing|cli)/")
 
-# Distances from the first fault to the others; None: everything fails from the first on
+# Distances from the first fault to the others; with None every operation from the first on fails.
 PATTERNS: dict[str, tuple[int, ...] | None] = {
     "once": (),
     "twice": (3,),
@@ -29,24 +29,34 @@ PATTERNS: dict[str, tuple[int, ...] | None] = {
     "in a row": (1, 2),
     "persistent": None,
 }
-# its second fault strikes one of the operations between the first and the next run of the user's
-# code
+# A pattern whose second fault strikes an operation between the first fault and the next run of the
+# user's code.
 PAIR = "in recovery"
-# whose lines are struck
+# Files whose lines are struck.
 RECOVERY = ("engine/recovery.py", "engine/failure.py", "rollback/", "optimizer/")
 EXCEPTIONS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
 INJECTED = "injected between two lines"
 
-Line = tuple[str, int, int]  # a file in the package, a line of it, and which time it is run, from 1
+# a file in the package, a line of it, and the number of its run, from 1
+Line = tuple[str, int, int]
 
 
 class Operations(InjectOOM):
-    """Fails chosen operations, of all that can allocate on some device: `torch.equal` and `.item()` need memory on CUDA, so they count."""
+    """Failures of chosen operations, among all that can allocate on some device.
+
+    `torch.equal` and `.item()` need memory on CUDA, so they count.
+    """
 
     def __init__(
         self, first: int = 0, distances: tuple[int, ...] | None = (), *, after: int = 0
     ) -> None:
-        """Strikes at the operation `first`, at `distances` from it (None: at all from then on), and at the `after`-th of recovery."""
+        """Choose the operations to strike.
+
+        Args:
+            first: number of the first one.
+            distances: from the first to the others; None strikes all from the first on.
+            after: number of an operation of recovery to strike as well.
+        """
         at = {
             first,
             *(first + distance for distance in distances or ()),
@@ -77,7 +87,7 @@ class Operations(InjectOOM):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # anything that is no view of an argument, a number included
+        # Anything but a view of an argument is new, a number included.
         makes = any(returned.alias_info is None for returned in func._schema.returns)
         if makes or any(isinstance(arg, torch.Tensor) and arg.is_sparse for arg in args):
             self.step(func._schema.name)
@@ -85,7 +95,7 @@ class Operations(InjectOOM):
 
 
 def where() -> str:
-    """The function of the library that is running, or that called what is running."""
+    """Return the library's function that is running, or that called the running one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         not frame.f_code.co_filename.startswith(PACKAGE) or OUTSIDE.search(frame.f_code.co_filename)
@@ -100,7 +110,7 @@ def where() -> str:
 
 
 class Lines:
-    """Raises an exception in front of a line of recovery, after an operation has failed."""
+    """An exception in front of a line of recovery, after an operation has failed."""
 
     def __init__(
         self,
@@ -109,9 +119,10 @@ class Lines:
         exception: type[BaseException] = KeyboardInterrupt,
     ) -> None:
         self.fault = fault
-        # how often each line has been run since the first fault
+        # How often each line has been run since the first fault.
         self.seen: Counter[tuple[str, int]] = Counter()
-        self._line, self._exception = line, exception
+        self._line = line
+        self._exception = exception
 
     def __enter__(self) -> Self:
         self._before = sys.gettrace()
@@ -150,7 +161,11 @@ def is_recovery(path: str) -> bool:
 
 @lru_cache(maxsize=512)
 def between(code: CodeType) -> frozenset[int]:
-    """Where a `with` block ends: the interpreter calls `__exit__` there without looking for signals, so no exception can come in between."""
+    """Return the offsets at which a `with` block ends.
+
+    The interpreter calls `__exit__` there without looking for signals, so no exception can come in
+    between.
+    """
     instructions = list(dis.get_instructions(code))
     found = set()
     for i, instruction in enumerate(instructions):

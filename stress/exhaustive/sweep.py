@@ -1,4 +1,7 @@
-"""Where to strike: every operation of every call in every pattern, every line of recovery with every exception, or a sample of them."""
+"""Places to strike: every operation of every call in every pattern, and every line of recovery.
+
+A sample of them where the number of points is bounded.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from .target import Target, whole_batch
 
 T = TypeVar("T")
 
-Way = tuple[str, bool]  # a call, and whether the runtime has seen a clean one before
-# after what part of a call's operations memory runs out, and the distances of other faults
+Way = tuple[str, bool]  # a call, and whether the runtime has made a clean one before
+# Fraction of a call's operations after which memory runs out, and the distances of other faults.
 Fault = tuple[float, tuple[int, ...] | None]
 FAULTS: tuple[Fault, ...] = (
     (0.1, ()),
@@ -35,34 +38,35 @@ FAULTS: tuple[Fault, ...] = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """The points of one case."""
+    """Points of one case."""
 
     target: Target
-    stride: int = 1  # every so many points only
-    # at most about so many points in a dimension, drawn by the case's name; None for all
+    stride: int = 1  # step from one point to the next
+    # Largest number of points in a dimension, about, drawn by the case's name; None for all.
     most: int | None = None
     calls: Sequence[str] = tuple(CALLS)
 
     def ways(self) -> dict[Way, Outcome]:
-        """The calls that this case can make, and each without a failure."""
+        """Return the calls that this case can make, each made once without a failure."""
         found = {}
         case = self.target.build()
-        compiled, compares = case.backend is not None, case.over is not None
+        compiled = case.backend is not None
+        compares = case.over is not None
         for name, warm in product(self.calls, (False, True)):
             if compiled and (name in ("verify", "eval") or (self.most is not None and warm)):
-                continue  # compiling costs more than what is looked for
+                continue  # compiling costs more than the case would show
             if compares and name in ("loop", "eval", "verify"):
                 continue  # a loss over embeddings is for `backward`
             if name == "verify" and whole_batch(self.target)[-1][1] < 2:
                 continue  # a single sample has no parts to compare
             try:
                 found[name, warm] = run(self.target, Operations(), call=name, warm=warm)
-            except ElasticMBSError:  # a call that this case does not go with: verify refuses some
+            except ElasticMBSError:  # some calls refuse a case, as verify does
                 continue
         return found
 
     def expected(self, ways: dict[Way, Outcome]) -> int:
-        """Points to come in both dimensions, about."""
+        """Return the approximate number of points to come in both dimensions."""
         if self.most is not None:
             return 2 * self.most
         operations = sum(clean.operations for clean in ways.values())
@@ -84,7 +88,7 @@ class Sweep:
             drawn = random.Random(self.target.name).sample(range(len(points)), self.most)
             points = [points[i] for i in sorted(drawn)]
         case = self.target.build()
-        # compiling for every point would take hours
+        # Compiling for every point would take hours.
         kept = (case, State.of(case.leaves(), case.model)) if case.backend is not None else None
         for way, pattern, n in points:
             if pattern != PAIR:
@@ -96,18 +100,16 @@ class Sweep:
                 yield self._run(Operations(n, after=after), way, kept)
 
     def lines(self, ways: dict[Way, Outcome]) -> Iterator[Outcome]:
-        """Raises exceptions in front of the lines of recovery that are run after memory has run out: the first and the last time each is run."""
+        """Raise exceptions in front of lines of recovery, after memory has run out.
+
+        Each line is struck the first and the last time that it is run.
+        """
         if self.target.build().backend is not None:
             return  # the lines are the same, and compiling is slow
-        draw, faults = (
-            random.Random(self.target.name),
-            [
-                (way, fault, exception)
-                for way in ways
-                for fault in FAULTS
-                for exception in EXCEPTIONS
-            ],
-        )
+        draw = random.Random(self.target.name)
+        faults = [
+            (way, fault, exception) for way in ways for fault in FAULTS for exception in EXCEPTIONS
+        ]
         known: dict[tuple[Way, Fault], list[Line]] = {}
         for way, fault, exception in (
             faults if self.most is None else (draw.choice(faults) for _ in range(self.most))
@@ -135,7 +137,7 @@ class Sweep:
         return run(self.target, strikes, call=way[0], warm=way[1], case=case)
 
     def _some(self, points: Sequence[T]) -> Sequence[T]:
-        """All, or one of them where the number of points is bounded."""
+        """Return all points, or a sample where their number is bounded."""
         return (
             points
             if self.most is None

@@ -1,4 +1,4 @@
-"""What is made to fail: a built-in step or the user's model, rebuilt from its seed each time, and what its gradients have to be."""
+"""Targets of injection: a built-in step or the user's model, and the reference of its gradients."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Partition = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Target:
-    """What is made to fail."""
+    """A step that is made to fail, rebuilt from its seed each time."""
 
-    name: str  # in tables
-    build: Callable[[], Subject]  # makes it from its seed
-    # makes what its reference is computed from, the same except where it is compiled
+    name: str  # name in tables
+    build: Callable[[], Subject]  # makes the subject from its seed
+    # Makes the reference's subject: the same, but not compiled.
     plain: Callable[[], Subject]
-    # micro-batch at the start, in samples: two pieces of a built-in step, so that a failure can
-    # meet a batch partly accumulated
+    # Micro-batch at the start, in samples: a built-in step has two pieces, so that a failure can
+    # strike a batch that is partly accumulated.
     size: int = 4
 
 
@@ -43,7 +43,10 @@ def builtin(name: str) -> Target:
 
 
 def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
-    """The user's own model, or one of `models.builtin`, on the first samples of its first batch; whether it is separable is found out by trial."""
+    """Return the user's own model, or one of `models.builtin`, as a target.
+
+    It trains on the first samples of its first batch. A trial finds out whether it is separable.
+    """
 
     def built(separable: bool = True, tolerance: float = 0.0) -> Subject:
         subject = make(name, seed)
@@ -77,14 +80,14 @@ def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
 
 @lru_cache(maxsize=256)
 def whole_batch(target: Target) -> Partition:
-    """The partition of a batch that is not split."""
+    """Return the partition of a batch that is not split."""
     case = target.plain()
     return ((0, view_of(case, case.batch(0)).length),)
 
 
 @lru_cache(maxsize=4096)
 def reference(target: Target, pieces: Partition) -> State:
-    """The state after a hand-written accumulation over these pieces, without the engine and without a failure."""
+    """Return the state after accumulation by hand over these pieces, without failures."""
     case = target.plain()
     accumulate(case, view_of(case, case.batch(0)), pieces, scaler=case.options.get("scaler"))
     return State.of(case.leaves(), case.model)

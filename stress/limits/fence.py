@@ -21,8 +21,10 @@ from typing import NamedTuple, Self
 
 from elastic_mbs.errors import UsageError
 
+from . import sources
 from .limit import HostLimit, switch_onednn_off
 
+SOURCE = Path(__file__).with_name("fence.c")
 VARIABLE = "ELASTIC_MBS_FENCE"  # names the file, in the environment of the processes that share it
 UNLIMITED = 2**63 - 1
 # Bytes from which a block counts and can be refused: more than the state of a random generator (5
@@ -203,7 +205,7 @@ def trouble() -> str | None:
             f"the shim needs a C compiler, and there is no {_compiler()[0]!r}: install one (apt "
             "install gcc), or name yours in the variable CC"
         )
-    return None
+    return sources.missing(SOURCE, "the shim")
 
 
 @functools.cache
@@ -211,17 +213,17 @@ def library() -> Path:
     problem = trouble()
     if problem is not None:
         raise UsageError(problem)
-    source, folder = Path(__file__).with_name("fence.c"), tempfile.mkdtemp(prefix="elastic_mbs_")
+    folder = tempfile.mkdtemp(prefix="elastic_mbs_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = Path(folder, "fence.so")
     command = [*_compiler(), "-O2", "-shared", "-fPIC", "-pthread"]
     done = subprocess.run(
-        [*command, "-o", made, source], capture_output=True, text=True, check=False
+        [*command, "-o", made, SOURCE], capture_output=True, text=True, check=False
     )
     if done.returncode:
         said = next(iter(done.stderr.strip().splitlines()), "nothing")
         raise UsageError(
-            f"the shim's {source.name} does not compile with {shlex.join(command)}, which said: "
+            f"the shim's {SOURCE.name} does not compile with {shlex.join(command)}, which said: "
             f"{said}"
         )
     return made

@@ -1,1 +1,1 @@
-"""What is trained under stress: models large and small, and the user's own."""
+"""Models for training under stress, large and small, and the user's own."""

@@ -1,8 +1,8 @@
-"""Models to train under stress: in float64, and with activations that take far more memory than their parameters.
+"""Models in float64 whose activations take far more memory than their parameters.
 
 On a GPU they are `big`: a sample's activation takes megabytes, or failures would be lost in the
-allocator's segments of 20 MiB and in workspaces. But none has more work than a CPU can do in
-seconds, which has to on a simulated GPU.
+allocator's segments of 20 MiB and in workspaces. None has more work than a CPU does in seconds,
+because a simulated GPU computes on one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def _subject(
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _ADAMW,
     count: Any = None,
 ) -> Subject:
-    """Batches come from their number, not from the order in which they are asked for: a resumed run sees the same ones."""
+    """Return a subject whose batches come from their number.
+
+    They do not depend on the order in which they are asked for: a resumed run sees the same ones.
+    """
     model.double()
 
     def batch(step: int) -> Any:
@@ -56,7 +59,10 @@ def _subject(
 def _labelled(
     classes: int, *shape: int, rows: int = 0
 ) -> Callable[[torch.Generator, int], tuple[Tensor, Tensor]]:
-    """Draws pairs of inputs of a shape and labels, one for a sample or one for each of its rows."""
+    """Return a function that draws inputs of a shape, with labels.
+
+    There is one label for each sample, or one for each of its rows.
+    """
 
     def draw(stream: torch.Generator, step: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(SAMPLES, *shape, generator=stream, dtype=torch.float64)
@@ -77,7 +83,10 @@ def _cross_entropy(model: nn.Module, piece: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def wide(*, big: bool = False) -> Subject:
-    """Few weights and large activations, so that memory is a matter of the micro-batch, and little work: most scenarios train it."""
+    """Return the model of most scenarios: few weights and large activations.
+
+    Memory then depends on the micro-batch, and there is little work.
+    """
 
     def run(m: Any, x: Tensor) -> Any:
         return m.last(torch.tanh(torch.sin(torch.tanh(m.first(x))))).mean(1)
@@ -87,7 +96,10 @@ def wide(*, big: bool = False) -> Subject:
 
 
 def adam(*, big: bool = False) -> Subject:
-    """The opposite: more weights than activations, under AdamW, whose state is twice the weights and whose step takes as much again."""
+    """Return a model with more weights than activations, under AdamW.
+
+    Its state is twice the weights, and its step takes as much again.
+    """
     width = 2048 if big else 192
     layers = [layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())]
     optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
@@ -101,7 +113,7 @@ def adam(*, big: bool = False) -> Subject:
 
 
 def mlp(*, big: bool = False) -> Subject:
-    """Linear layers on long rows: the plain case."""
+    """Return linear layers on long rows: the plain case."""
     rows, width = (1024, 256) if big else (32, 512)
     model = nn.Sequential(
         nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)
@@ -110,9 +122,13 @@ def mlp(*, big: bool = False) -> Subject:
 
 
 def cnn(*, big: bool = False) -> Subject:
-    """Convolutions with BatchNorm and dropout, whose first mask and buffers have changed when the largest activations are yet to come."""
-    channels, side = 16, 32 if big else 24
-    # images of that size would take longer to draw than to train on
+    """Return convolutions with BatchNorm and dropout.
+
+    The first mask and buffers have changed when the largest activations are yet to come.
+    """
+    channels = 16
+    side = 32 if big else 24
+    # Images of that size would take longer to draw than to train on.
     layers: list[nn.Module] = [nn.Upsample(scale_factor=2)] if big else []
     for width in (3, channels, channels):
         layers += [
@@ -128,7 +144,10 @@ def cnn(*, big: bool = False) -> Subject:
 
 
 def heads(*, big: bool = False) -> Subject:
-    """Two losses with counts of their own, over branches whose backwards are ready together: where one fails, the other waits in autograd's queue."""
+    """Return two losses with counts of their own, over branches whose backwards are ready together.
+
+    When one fails, the other waits in autograd's queue.
+    """
     rows, width = (1024, 256) if big else (16, 128)
 
     def run(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,14 +191,14 @@ def heads(*, big: bool = False) -> Subject:
 def gpt(
     *, big: bool = False, name: str = "gpt", length: Callable[[int], int] | None = None
 ) -> Subject:
-    """The demo's GPT, made small, counted in tokens."""
+    """Return the demo's GPT, made small, counted in tokens."""
     width, heads = (128, 4) if big else (32, 2)
 
     def draw(stream: torch.Generator, step: int) -> dict[str, Tensor]:
         tokens = length(step) if length is not None else 256 if big else 64
         rows = torch.randint(0, 64, (SAMPLES, tokens), generator=stream)
         labels = rows.roll(-1, 1)
-        # samples of different length, padded
+        # Samples differ in length, and are padded.
         ends = torch.randint(1, tokens, (SAMPLES, 1), generator=stream)
         labels[torch.arange(tokens) >= ends] = _IGNORED
         return {"tokens": rows, "labels": labels}
@@ -194,7 +213,7 @@ def gpt(
 
 
 def gpt_bursts(*, big: bool = False) -> Subject:
-    """The same, with bursts of inputs four times as long."""
+    """Return the same GPT with bursts of inputs four times as long."""
     return gpt(big=big, name="gpt_bursts", length=lambda step: 256 if step % 10 in (6, 7) else 64)
 
 

@@ -1,4 +1,4 @@
-"""Finds a model by name, built in or the user's own, and makes it from its seed, the same each time."""
+"""Models by name, built in or the user's own, each made from its seed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ from ..streams import Streams, start_streams
 from .builtin import BUILTIN
 from .subject import Subject, naming
 
-KEPT_BATCHES = 64  # of a loader; taken again after the last: a run under stress is short
+KEPT_BATCHES = 64  # batches of a loader, taken again after the last: a run under stress is short
 Factory = Callable[[], Subject]
 
 
 def find(name: str, device: torch.device | str = "cpu") -> Factory:
-    """The factory of a built-in model, which is larger for a GPU, or of the user's own: `path.py:factory`. UsageError where there is none."""
+    """Return the factory of a built-in model, or of the user's own, `path.py:factory`.
+
+    A built-in one is larger for a GPU. Raises a UsageError where there is no such model.
+    """
     path, _, attribute = name.rpartition(":")
     if name in BUILTIN:
         return partial(BUILTIN[name], big=torch.device(device).type != "cpu")
@@ -71,7 +74,10 @@ def make(
     *,
     there: torch.device | str | None = None,
 ) -> Subject:
-    """The subject made from its seed, the same each time, in the size for `device`; `there` is where it goes instead."""
+    """Return the subject made from its seed, the same each time.
+
+    Its size is for `device`; `there` is the device that it goes to instead.
+    """
     factory = find(name, device)
     start_streams(seed)
     with naming(name, "the factory does not run"):
@@ -87,24 +93,30 @@ def make(
 
 @functools.cache
 def _take_workspaces(device: torch.device) -> None:
-    """Makes cuBLAS take what it keeps for good, before anything is cached: from the segment of a tensor it would pin all of it, beyond any limit."""
+    """Make cuBLAS take the memory that it keeps for good, before anything is cached.
+
+    From the segment of a tensor it would pin all of that segment, beyond any limit.
+    """
     square = torch.ones(8, 8, device=device, requires_grad=True)
     with warnings.catch_warnings():
-        # in autograd's thread torch warns, once in a process, that cuBLAS comes before anything
-        # else
+        # In autograd's thread torch warns, once in a process, that cuBLAS comes before anything
+        # else.
         warnings.simplefilter("ignore")
         (square @ square).sum().backward()
 
 
 def _drawn(batches: Callable[[int], Any], seed: int, step: int) -> Any:
-    """The batch that a function makes for a step: from streams of its own, so that it is the same whenever it is asked for."""
+    """Return the batch that a function makes for a step.
+
+    It draws from streams of its own, so the batch is the same whenever it is asked for.
+    """
     with Streams.now():
         start_streams(seed + 7919 * (step + 1))
         return batches(step)
 
 
 def _module(path: Path, name: str) -> ModuleType:
-    """The file, run once in a process."""
+    """Return the file as a module, run once in a process."""
     if not path.is_file():
         raise UsageError(f"--model {name}: there is no file {path}")
     if path.suffix != ".py":
@@ -112,7 +124,7 @@ def _module(path: Path, name: str) -> ModuleType:
     path = path.resolve()
     top, dotted = _package(path)
     if os.fspath(top) not in sys.path:
-        # as for a script: what lies beside it can be imported, now and later
+        # As for a script, files beside it can be imported, now and later.
         sys.path.insert(0, os.fspath(top))
     with naming(name, f"{path} does not run"):
         if dotted is not None:
@@ -122,7 +134,7 @@ def _module(path: Path, name: str) -> ModuleType:
             spec = importlib.util.spec_from_file_location(own, path)
             assert spec is not None
             assert spec.loader is not None
-            # dataclasses and pickles of the file look their module up
+            # Dataclasses and pickles of the file look their module up.
             sys.modules[own] = module = importlib.util.module_from_spec(spec)
             try:
                 spec.loader.exec_module(module)
@@ -133,8 +145,13 @@ def _module(path: Path, name: str) -> ModuleType:
 
 
 def _package(path: Path) -> tuple[Path, str | None]:
-    """The folder from which a file is imported, and as what: a module of a package may import its neighbours relatively. None: by its path."""
-    top, parts = path.parent, [path.stem]
+    """Return the folder from which a file is imported, and its full name there.
+
+    A module of a package may import its neighbours relatively. The name is None for a file that is
+    imported by its path.
+    """
+    top = path.parent
+    parts = [path.stem]
     while (top / "__init__.py").is_file() and top.name.isidentifier():
         top, parts = top.parent, [top.name, *parts]
     known = sys.modules.get(parts[0])
@@ -148,12 +165,19 @@ def _package(path: Path) -> tuple[Path, str | None]:
 
 
 def _subject(made: Any, name: str) -> Subject:
-    """What a factory made: a `Subject`, or a tuple of model, loss function and batches, with the optimizer's maker and options behind them."""
+    """Return the result of a factory as a `Subject`.
+
+    It may be a tuple of model, loss function and batches, and after them the optimizer's maker and
+    options.
+    """
     if isinstance(made, Subject):
         return made
     if not (isinstance(made, tuple) and len(made) in (3, 4, 5)):
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        wanted = "(model, loss_fn, batches), and may add the optimizer's maker and a dict of options for ElasticMBS"
+        wanted = (
+            "(model, loss_fn, batches), and may add the optimizer's maker and a dict of options "
+            "for ElasticMBS"
+        )
         raise UsageError(f"--model {name}: the factory returned {what}; it must return {wanted}")
     model, loss_fn, batches, *more = made
     if not isinstance(model, nn.Module) or not callable(loss_fn):
@@ -164,7 +188,10 @@ def _subject(made: Any, name: str) -> Subject:
     given: dict[str, Any] = {}
     for number, each in zip(("fourth", "fifth"), more, strict=False):
         if not (isinstance(each, dict) or callable(each)):
-            wanted = "a function that makes the optimizer from the parameters, or a dict of options for ElasticMBS"
+            wanted = (
+                "a function that makes the optimizer from the parameters, or a dict of options "
+                "for ElasticMBS"
+            )
             raise UsageError(
                 f"--model {name}: the {number} is {type(each).__name__}; it must be {wanted}"
             )
@@ -173,7 +200,7 @@ def _subject(made: Any, name: str) -> Subject:
 
 
 def _batches(batches: Any, name: str) -> Any:
-    """As a `Subject` has them: a sequence, or a function of the step's number."""
+    """Return batches as a `Subject` has them: a sequence, or a function of the step's number."""
     kind = type(batches).__name__
     if isinstance(batches, Tensor | Mapping | str | bytes):
         raise UsageError(

@@ -1,4 +1,7 @@
-"""Layers of every kind that can go wrong in its own way, each from (samples, positions, width) to the same shape, and networks of them."""
+"""Layers of every kind that can go wrong in its own way, and networks of them.
+
+Each layer maps (samples, positions, width) to the same shape.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ CLASSES = 3
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """What is made in the block is made in float64."""
+    """Make tensors in float64 inside the block."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -31,7 +34,10 @@ def in_double() -> Iterator[None]:
 
 
 class Recompute(torch.autograd.Function):
-    """Recomputes its module in backward and calls backward by itself, as offloaded checkpointing and reversible blocks do."""
+    """A module that is computed again in backward, which calls backward by itself.
+
+    Offloaded checkpointing and reversible blocks do so.
+    """
 
     @staticmethod
     def forward(ctx: Any, module: nn.Module, x: Tensor) -> Any:
@@ -66,7 +72,7 @@ class Made(nn.Module):
 
 
 def _norm(norm: nn.Module) -> Made:
-    """A norm over the features of each position."""
+    """Return a norm over the features of each position."""
     return Made(lambda m, x: m.norm(x.flatten(0, 1)).view_as(x), norm=norm)
 
 
@@ -80,7 +86,7 @@ def _attention(m: Any, x: Tensor) -> Any:
 
 
 def _masked(m: Any, x: Tensor) -> Any:
-    """A mask drawn by Python and by numpy, whose legacy stream is what such models use."""
+    """Mask by Python's stream and by numpy's legacy stream, which such models use."""
     if m.training:
         numpy = sys.modules.get("numpy.random")
         x = (
@@ -92,18 +98,18 @@ def _masked(m: Any, x: Tensor) -> Any:
 
 
 def _contrast(m: Any, x: Tensor) -> Tensor:
-    """Samples compared with each other in a way that no graph shows."""
+    """Compare samples with each other in a way that no graph shows."""
     out: Tensor = m.inner(x)
     return out - 0.5 * out.mean(0, keepdim=True) if m.training else out
 
 
 def _hidden(m: Any, x: Tensor) -> Any:
-    """Calls backward inside its backward."""
+    """Call backward inside its backward."""
     return Recompute.apply(m.block, x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _block(width: int, *, reentrant: bool, dropout: float = 0.0) -> Made:
-    """A block with a mask in it, run again in backward."""
+    """Return a block with a mask in it, run again in backward."""
 
     def run(m: Any, x: Tensor) -> Any:
         return checkpoint(
@@ -120,7 +126,7 @@ def _recurrent(cell: nn.Module) -> Made:
 
 
 def _experts(m: Any, x: Tensor) -> Tensor:
-    """Which expert a sample meets depends on the sample, and one is never met."""
+    """Send each sample to an expert that depends on the sample; one expert is never met."""
     rows = x.flatten(0, 1)
     choice = m.gate(rows).softmax(-1)
     best = choice.argmax(-1)
@@ -138,7 +144,10 @@ def _routed(width: int) -> Made:
 
 
 class _Running(nn.Module):
-    """Statistics as a person writes them: a new tensor each time, and a number beside it."""
+    """Statistics in the way that a person writes them.
+
+    Each update makes a new tensor, and there is a number beside it.
+    """
 
     mean: Tensor
 
@@ -156,13 +165,14 @@ class _Running(nn.Module):
 
 
 def flat_gradients(leaves: Sequence[Tensor]) -> Tensor:
-    """Gives leaves gradients of zeros that are views of one flat buffer, as bucketing does; returns that."""
-    flat, offset = (
-        torch.zeros(
-            sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype, device=leaves[0].device
-        ),
-        0,
+    """Give leaves gradients of zeros that are views of one flat buffer, as bucketing does.
+
+    Returns the buffer.
+    """
+    flat = torch.zeros(
+        sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype, device=leaves[0].device
     )
+    offset = 0
     for leaf in leaves:
         leaf.grad = flat[offset : offset + leaf.numel()].view_as(leaf)
         offset += leaf.numel()
@@ -173,14 +183,14 @@ def flat_gradients(leaves: Sequence[Tensor]) -> Tensor:
 class Layer:
     """A kind of layer."""
 
-    make: Callable[[int], nn.Module]  # from the width
-    # what a sample gives does not depend on the others in its piece, nor on chance
+    make: Callable[[int], nn.Module]  # makes the layer from the width
+    # a sample's result depends neither on the others in its piece nor on chance
     separable: bool = True
     half: bool = False  # runs in bfloat16
-    # samples depend on each other in a way that torch does not show, which asks for
-    # replay="isolate"
+    # Samples depend on each other in a way that torch does not show, which asks for
+    # replay="isolate".
     hidden_mixing: bool = False
-    shared: bool = False  # all of one network are one and the same
+    shared: bool = False  # one instance serves all layers of a network
 
 
 LAYERS: dict[str, Layer] = {
@@ -208,7 +218,7 @@ LAYERS: dict[str, Layer] = {
     "experts": Layer(_routed),
     "tied": Layer(lambda d: nn.Linear(d, d), half=True, shared=True),
     "frozen": Layer(lambda d: nn.Linear(d, d).requires_grad_(False)),
-    # only a sum lies between it and what follows
+    # Only a sum lies between it and the next layer.
     "shift": Layer(
         lambda d: Made(lambda m, x: x + m.by, by=nn.Parameter(torch.zeros(d))), half=True
     ),
@@ -227,7 +237,10 @@ LAYERS: dict[str, Layer] = {
 
 
 class Network(nn.Module):
-    """A stem for so many features, or for indices where they are 0, the layers by name, a head that scores each position, and branches beside it."""
+    """A stem, layers by name, a head that scores each position, and branches beside it.
+
+    The stem takes `features` numbers, or indices where `features` is 0.
+    """
 
     def __init__(
         self,
@@ -252,15 +265,15 @@ class Network(nn.Module):
         self.head = nn.Linear(width, VOCABULARY if tie else CLASSES, bias=not tie)
         if tie:
             self.head.weight = self.stem.weight
-        # their backwards are ready when the head's is, so that an error leaves some leaves with the
-        # piece's gradient and others without
+        # Their backwards are ready when the head's is, so that an error leaves some leaves with the
+        # piece's gradient and others without.
         self.branches = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES))
             for _ in range(branches)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of shape (samples, positions, classes)."""
+        """Return scores of shape (samples, positions, classes)."""
         x = shared = self.stem(x)
         for layer in self.layers:
             x = layer(x)

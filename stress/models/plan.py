@@ -30,84 +30,84 @@ OPTIMIZERS = (
     "rmsprop",
     "nadam",
 )
-SPARSE = ("sgd", "adagrad")  # those that take sparse gradients
+SPARSE = ("sgd", "adagrad")  # optimizers that take sparse gradients
 
 
 @dataclass(frozen=True)
 class Fault:
     """Operations that fail."""
 
-    step: int = 0  # in which step
+    step: int = 0  # number of the step
     place: str = "call"  # in the "call", in the "eval" after it, or in the "optimizer"'s step
-    at: float = 0.0  # where, as a fraction of the operations that it takes without a fault, about
-    times: int = 1  # how many operations fail; 0 is all from there on
-    gap: int = 1  # operations between two that fail
-    # whose: a device's allocator, the "host"'s, Python's "heap", a "library"; "alien" is no lack of
-    # memory and passes through
+    at: float = 0.0  # place, as a fraction of the operations without a fault, about
+    times: int = 1  # operations that fail; 0 is all from there on
+    gap: int = 1  # operations from one failure to the next
+    # Owner of the error: a device's allocator, the "host", Python's "heap", a "library". "alien" is
+    # not a lack of memory, and passes through.
     error: str = "device"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One case."""
+    """A case."""
 
-    seed: int = 0  # of weights, batches and random streams
-    layers: tuple[str, ...] = ()  # of the network, by name
-    width: int = 4  # of its layers
-    branches: int = 0  # heads beside its layers
-    # its input is indices: "no", "dense" or "sparse" by the gradient of their embedding
+    seed: int = 0  # seed of weights, batches and random streams
+    layers: tuple[str, ...] = ()  # layers of the network, by name
+    width: int = 4  # width of the layers
+    branches: int = 0  # heads beside the layers
+    # Input of indices: "no", "dense" or "sparse" by the gradient of their embedding.
     tokens: str = "no"
-    samples: int = 4  # in a batch
+    samples: int = 4  # samples in a batch
     length: int = 2  # positions of a sample
     steps: int = 1
-    container: str = "pair"  # what a batch is
-    # what its loss counts: "samples", "tokens", "weights" or, by name, "both"
+    container: str = "pair"  # container of a batch
+    # Terms that the loss counts: "samples", "tokens", "weights" or, by name, "both".
     count: str = "samples"
     reduction: str = "mean"
-    returns: str = "loss"  # what the loss function returns: "loss", "pair", "dict" or "object"
+    returns: str = "loss"  # return value of the loss function: "loss", "pair", "dict" or "object"
     size: int = 2  # micro-batch at the start; 0 is "auto"
     minimum: int = 1  # smallest micro-batch
-    maximum: int = 0  # largest one; 0 is none
-    align: int = 1  # unit of their sizes
+    maximum: int = 0  # largest micro-batch; 0 for none
+    align: int = 1  # unit of the sizes
     grow: bool = False
     door: int = 1  # 1 `backward`, 2 the decorator, 3 the loop
     replay: str = "auto"
     outputs: str = "cpu"
     half: bool = False  # parameters are bfloat16, summed in float32
     scaler: bool = False  # the loss is scaled
-    # there at the start: "none", "some", "all" or "flat" (views of one buffer)
+    # Gradients at the start: "none", "some", "all" or "flat" (views of one buffer).
     gradients: str = "none"
     keep: bool = False  # gradients of a step stay for the next
     optimizer: str = "sgd"
-    guarded: bool = False  # it steps by `mbs.optimizer_step`
+    guarded: bool = False  # steps by `mbs.optimizer_step`
     clip: bool = False  # gradients are clipped
-    evaluate: bool = False  # there is an evaluation after each step
+    evaluate: bool = False  # an evaluation follows each step
     sensor: str = "none"  # "budget", "none", "fails", "high", "low" or "nonsense"
-    # memory of each step as a multiple of what its whole batch needs; 0 is none
+    # Memory of each step as a multiple of its whole batch's need; 0 for no limit.
     limits: tuple[float, ...] = ()
-    # (number of a forward in the step, multiple): the limit moves in the middle of a call
+    # (number of a forward in the step, multiple): the limit moves in the middle of a call.
     moves: tuple[tuple[int, float], ...] = ()
     guests: str = "no"  # leaves outside the model: "no", "weight" or "prompt"
     tied: bool = False  # the head has the embedding's weight; never drawn
     edits: bool = False  # the loss function edits its batch in place
     backward: bool = False  # a backward of the trainer's own is used
-    faults: tuple[Fault, ...] = ()  # what else goes wrong
-    device: str = "cpu"  # where everything lies; never drawn
+    faults: tuple[Fault, ...] = ()  # failures that are injected
+    device: str = "cpu"  # device of everything; never drawn
 
     @property
     def separable(self) -> bool:
-        """Whether the gradient of the batch does not depend on how it is split."""
+        """The gradient of the batch does not depend on how it is split."""
         return not self.half and all(LAYERS[name].separable for name in self.layers)
 
     def changes(self) -> dict[str, Any]:
-        """What differs from the plainest case, ready for JSON."""
+        """Return the differences from the plainest case, ready for JSON."""
         found = changed(self)
         return (
             found | {"faults": [changed(fault) for fault in self.faults]} if self.faults else found
         )
 
     def words(self) -> str:
-        """What differs from the plainest case, for a person."""
+        """Return the differences from the plainest case, for a person."""
         shown = {
             name: json.dumps(value, separators=(",", ":")).replace('"', "")
             for name, value in self.changes().items()
@@ -116,7 +116,7 @@ class Plan:
 
 
 def changed(value: Plan | Fault) -> dict[str, Any]:
-    """The fields that are not at their default."""
+    """Return the fields that are not at their default."""
     return {
         each.name: getattr(value, each.name)
         for each in fields(value)
@@ -125,9 +125,12 @@ def changed(value: Plan | Fault) -> dict[str, Any]:
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
-    """Cases that are a little plainer than this one, the greatest steps first: one part after the other as in the plainest."""
+    """Yield cases that are a little plainer than this one, the greatest steps first.
+
+    One part after the other becomes that of the plainest case.
+    """
     parts = {name: value for name, value in changed(plan).items() if name != "seed"}
-    # faults and limits come last in a plan, and matter most
+    # Faults and limits come last in a plan, and matter most.
     changes: list[dict[str, Any]] = [{name: getattr(Plan(), name)} for name in reversed(parts)]
     for name, value in parts.items():
         changes += [
@@ -146,9 +149,9 @@ def smaller(plan: Plan) -> Iterator[Plan]:
 
 
 def read(text: str) -> Plan:
-    """The plan that `json.dumps(plan.changes())` has written.
+    """Return the plan that `json.dumps(plan.changes())` has written.
 
-    UsageError where it is no such thing.
+    Raises a UsageError where the text is no plan.
     """
     try:
         values = _typed(Plan(), json.loads(text))
@@ -168,12 +171,12 @@ def read(text: str) -> Plan:
 
 
 def _typed(plain: Plan | Fault, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values in the types that they have in a plain one."""
+    """Return values in the types that they have in a plain case."""
     return {name: type(getattr(plain, name))(value) for name, value in given.items()}
 
 
 def draw(seed: int) -> Plan:
-    """A random case from its seed."""
+    """Draw a random case from its seed."""
     rng = random.Random(seed)
 
     def maybe(chance: float) -> bool:
@@ -250,12 +253,16 @@ def draw(seed: int) -> Plan:
 
 
 def _branched(plan: Plan, rng: random.Random) -> Plan:
-    """Some cases with branches, room to split, and faults late in a call after a clean one: there pieces have partly committed when they fail."""
+    """Give some cases branches, room to split, and late faults in a call after a clean one.
+
+    Their pieces have partly committed when they fail.
+    """
     if plan.half or rng.random() > 0.4:
         return plan
-    steps, layers = max(2, plan.steps), plan.layers
+    steps = max(2, plan.steps)
+    layers = plan.layers
     if rng.random() < 0.7:
-        # the others are replayed from the start of the batch
+        # The other layers are replayed from the start of the batch.
         layers = tuple(name for name in layers if LAYERS[name].separable)
     unit = -(-plan.minimum // plan.align) * plan.align
     late = (

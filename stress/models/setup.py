@@ -1,4 +1,7 @@
-"""What a plan trains, made from its seed: batches of every shape, the model, what else has gradients, the loss of a piece, and the optimizer."""
+"""The training of a plan, made from its seed.
+
+Batches of every shape, the model, other leaves, the loss of a piece, and the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ TOKENS = count_tokens("labels")
 
 @dataclass
 class Record:
-    """A batch as a dataclass, with something in it that is no tensor."""
+    """A batch as a dataclass, with a field that is no tensor."""
 
     x: Tensor
     rest: dict[str, Tensor]
@@ -34,12 +37,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Container:
-    """How a batch holds inputs, labels and weights."""
+    """Container of inputs, labels and weights in a batch."""
 
     pack: Callable[[Tensor, Tensor, Tensor], Any]
     unpack: Callable[[Any], tuple[Tensor, Tensor, Tensor]]
     tokens: Any = TOKENS  # counts the labels of each sample
-    dims: Any = None  # how it is cut, where shapes do not say
+    dims: Any = None  # dimension of the samples, where shapes do not say
 
 
 def _names(x: Tensor) -> list[str]:
@@ -82,9 +85,10 @@ CONTAINERS = {
 
 
 def make_batch(plan: Plan, step: int) -> Any:
-    """The batch of a step, from the plan's seed."""
+    """Return the batch of a step, from the plan's seed."""
     stream = torch.Generator().manual_seed(plan.seed * 1009 + step)
-    n, length = plan.samples, plan.length
+    n = plan.samples
+    length = plan.length
     if plan.tokens == "no":
         x = torch.randn(n, length, FEATURES, generator=stream, dtype=torch.float64).to(
             torch.bfloat16 if plan.half else torch.float64
@@ -104,19 +108,18 @@ def make_batch(plan: Plan, step: int) -> Any:
 
 
 def count_of(plan: Plan) -> Any:
-    """`count=` for ElasticMBS."""
+    """Return `count=` for ElasticMBS."""
     container = CONTAINERS[plan.container]
-    tokens, weights = container.tokens, lambda batch: container.unpack(batch)[2]
     return {
         "samples": None,
-        "tokens": tokens,
-        "weights": weights,
-        "both": {"words": tokens, "rows": None},
+        "tokens": container.tokens,
+        "weights": lambda batch: container.unpack(batch)[2],
+        "both": {"words": container.tokens, "rows": None},
     }[plan.count]
 
 
 def counts_by_hand(plan: Plan, batch: Any) -> dict[str, list[Fraction]]:
-    """The terms of each loss by sample, without the package's own reading of them."""
+    """Return the terms of each loss by sample, without the package's own reading of them."""
     _, labels, weights = CONTAINERS[plan.container].unpack(batch)
     rows = [Fraction(1)] * plan.samples
     words = [Fraction(int((row != IGNORED).sum())) for row in labels]
@@ -132,7 +135,7 @@ def counts_by_hand(plan: Plan, batch: Any) -> dict[str, list[Fraction]]:
 
 
 def losses(plan: Plan, scores: Tensor, labels: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """The losses of a piece by name, each a mean or a sum over what it counts."""
+    """Return the losses of a piece by name, each a mean or a sum over its terms."""
     total = plan.reduction == "sum"
     if plan.count in ("samples", "weights"):
         rows = F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean(1)
@@ -166,7 +169,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 
 @dataclass
 class Output:
-    """What models of some libraries return."""
+    """An output object, as models of some libraries return it."""
 
     loss: Any
     scores: Tensor
@@ -176,19 +179,21 @@ class Setup:
     """A model in training, with leaves outside of it and an optimizer over both."""
 
     def __init__(self, plan: Plan, model: Network, guests: list[Tensor]) -> None:
-        self.plan, self.model, self.guests = plan, model, guests
+        self.plan = plan
+        self.model = model
+        self.guests = guests
         self.optimizer = OPTIMIZERS[plan.optimizer](self.leaves())
         self.flat: list[Tensor] = []  # the buffer that gradients are views of, where they are
 
     def leaves(self) -> list[Tensor]:
-        """Everything that has a gradient."""
+        """Return every leaf that has a gradient."""
         return [*(p for p in self.model.parameters() if p.requires_grad), *self.guests]
 
     def grads(self) -> list[Tensor | None]:
         return [leaf.grad for leaf in self.leaves()]
 
     def terms(self, piece: Any) -> tuple[dict[str, Tensor], Tensor]:
-        """The losses of a piece by name, and its scores."""
+        """Return the losses of a piece by name, and its scores."""
         plan = self.plan
         x, labels, weights = CONTAINERS[plan.container].unpack(piece)
         if plan.edits and x.is_floating_point():
@@ -216,7 +221,7 @@ class Setup:
         return self.model(CONTAINERS[self.plan.container].unpack(piece)[0])
 
     def twin(self) -> Setup:
-        """A copy by value, gradients and the optimizer's state included."""
+        """Return a copy by value, gradients and the optimizer's state included."""
         twin = Setup(self.plan, *copy.deepcopy((self.model, self.guests)))
         for mine, theirs in zip(twin.leaves(), self.leaves(), strict=True):
             mine.grad = None if theirs.grad is None else theirs.grad.detach().clone()
@@ -226,7 +231,7 @@ class Setup:
 
 
 def set_up(plan: Plan) -> Setup:
-    """The setup of a plan, every random stream then at the same place."""
+    """Return the setup of a plan, with every random stream at the same place."""
     start_streams(plan.seed)
     features = FEATURES if plan.tokens == "no" else 0
     with in_double():

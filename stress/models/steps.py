@@ -1,4 +1,7 @@
-"""Small training steps of every kind that can go wrong in its own way, each rebuilt from its seed for every injection."""
+"""Small training steps of every kind that can go wrong in its own way.
+
+Each is rebuilt from its seed for every injection.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def planned_step(plan: Plan) -> Subject:
 
 
 def encoder_decoder() -> Subject:
-    """An encoder–decoder whose batch is nested."""
+    """Return a step of an encoder–decoder, whose batch is nested."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net = nn.Transformer(WIDTH, 2, 1, 1, 8, dropout=0.0, batch_first=True)
@@ -63,9 +66,13 @@ def encoder_decoder() -> Subject:
 
 
 def guests() -> Subject:
-    """Leaves outside the model: a learned loss weight, a soft prompt, and a batch that requires grad."""
+    """Return a step with leaves outside the model.
+
+    They are a learned loss weight, a soft prompt, and a batch that requires grad.
+    """
     case = planned_step(planned(layers=("linear",), guests="weight"))
-    prompt, x = torch.randn(FEATURES).requires_grad_(), case.batch(0)[0].requires_grad_()
+    prompt = torch.randn(FEATURES).requires_grad_()
+    x = case.batch(0)[0].requires_grad_()
     return replace(
         case,
         loss_fn=lambda batch: case.loss_fn((batch[0] + prompt, *batch[1:])),
@@ -74,7 +81,10 @@ def guests() -> Subject:
 
 
 def scaled() -> Subject:
-    """GradScaler and autocast; in bfloat16 two partitions differ by its rounding."""
+    """Return a step with GradScaler and autocast.
+
+    In bfloat16 two partitions differ by its rounding.
+    """
     case = planned_step(planned(layers=("linear",)))
     case.model.float()
     x, *rest = case.batch(0)
@@ -86,16 +96,22 @@ def scaled() -> Subject:
 
 
 def compiled() -> Subject:
-    """torch.compile with aot_eager's graphs: no parameter commits before the compiled backward ends."""
-    setup, backend = set_up(planned(layers=("linear",))), InterpretedBackend()
-    # the graphs of cases built before count against the limit on recompilations
+    """Return a step compiled with aot_eager's graphs.
+
+    No parameter commits before the compiled backward ends.
+    """
+    setup = set_up(planned(layers=("linear",)))
+    backend = InterpretedBackend()
+    # The graphs of cases built before count against the limit on recompilations.
     torch._dynamo.reset()
-    model, setup.model = setup.model, torch.compile(setup.model, backend=backend, dynamic=True)  # type: ignore[assignment]  # it is a module, too
+    model = setup.model
+    compiled_model = torch.compile(model, backend=backend, dynamic=True)
+    setup.model = compiled_model  # type: ignore[assignment]  # it is a module, too
     return Subject(model, setup.loss_fn, [make_batch(setup.plan, 0)], backend=backend)
 
 
 def by_length() -> Subject:
-    """Sentences of several lengths, sorted and trimmed."""
+    """Return a step on sentences of several lengths, sorted and trimmed."""
     mask = (torch.arange(5) < torch.tensor([2, 5, 4, 1, 5, 3, 2, 1])[:, None]).long()
     tokens = torch.randint(1, VOCABULARY, mask.shape) * mask
     net = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
@@ -125,7 +141,10 @@ def by_length() -> Subject:
 
 
 def ghost_batchnorm() -> Subject:
-    """BatchNorm over groups of two samples: gradients and running statistics are the whole batch's, however it is split."""
+    """Return a step with BatchNorm over groups of two samples.
+
+    Gradients and running statistics are the whole batch's, however it is split.
+    """
     convolutions = [
         (nn.Conv1d(width, WIDTH, 3, padding=1, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh())
         for width in (FEATURES, WIDTH)
@@ -139,7 +158,10 @@ def ghost_batchnorm() -> Subject:
 
 
 def contrastive() -> Subject:
-    """Two views of each sample under dropout, found among all; the loss draws numbers as well."""
+    """Return a step that finds two views of each sample, under dropout, among all others.
+
+    The loss draws numbers as well.
+    """
     model = nn.Sequential(
         nn.Linear(FEATURES, WIDTH), nn.Dropout(0.3), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
     )
@@ -155,11 +177,15 @@ def contrastive() -> Subject:
 
 
 def clip() -> Subject:
-    """Towers for pictures, with BatchNorm, and for texts; a temperature in the model and a bias outside it, both learned."""
+    """Return a step with towers for pictures, with BatchNorm, and for texts.
+
+    A temperature in the model and a bias outside it are learned.
+    """
     picture = nn.Sequential(
         nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
     )
-    words, bias = nn.EmbeddingBag(VOCABULARY, WIDTH), torch.tensor(-0.5, requires_grad=True)
+    words = nn.EmbeddingBag(VOCABULARY, WIDTH)
+    bias = torch.tensor(-0.5, requires_grad=True)
     temperature = nn.Parameter(torch.tensor(1.0))
     model = Made(lambda m, x: m.picture(x), picture=picture, words=words, temperature=temperature)
 
@@ -185,13 +211,14 @@ def clip() -> Subject:
 
 
 def escalated(by: str) -> Subject:
-    """Its single samples do not fit, twice, so that all it does from then on is offloaded or checkpointed."""
-    case, refusals = (
-        planned_step(
-            text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)
-        ),
-        iter(range(4)),
+    """Return a step whose single samples do not fit, twice.
+
+    All later attempts are offloaded or checkpointed.
+    """
+    case = planned_step(
+        text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)
     )
+    refusals = iter(range(4))
 
     def loss_fn(batch: Any) -> Any:
         # at 4, 2, 1 and 1 samples
@@ -208,7 +235,7 @@ def escalated(by: str) -> Subject:
 
 STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "mlp": planned(layers=("linear",)),
-    # gradients and buffers depend on the split
+    # Gradients and buffers depend on the split.
     "conv_batchnorm": planned(layers=("conv", "batchnorm", "residual", "conv", "batchnorm")),
     "ghost_batchnorm": ghost_batchnorm,
     "gpt_tied": text(layers=("attention", "residual"), tied=True),
@@ -216,16 +243,16 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "encoder_decoder": encoder_decoder,
     "gru": planned(layers=("gru",)),
     "lstm": planned(layers=("lstm",)),
-    # which parameters a piece uses depends on its samples, and one is never used
+    # Which parameters a piece uses depends on its samples, and one is never used.
     "routed_experts": planned(layers=("experts",)),
     "checkpoint_nonreentrant": planned(
         layers=("attention", "checkpoint dropout"), tokens="dense", tied=True
     ),
-    # a parameter commits several times
+    # A parameter commits several times.
     "checkpoint_reentrant": planned(
         layers=("checkpoint tied", "checkpoint tied"), tokens="dense", tied=True
     ),
-    "hidden_backward": planned(layers=("hidden",)),  # leaves that are not in the graph
+    "hidden_backward": planned(layers=("hidden",)),  # leaves outside the graph
     "sparse_embedding": planned(layers=("linear",), tokens="sparse"),
     "two_losses": text(layers=("attention",), count="both"),
     "guests": guests,
@@ -234,7 +261,7 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "gradients_at_start_dropout": text(layers=("attention", "dropout"), tied=True, gradients="all"),
     "host_masks": planned(layers=("linear", "host mask")),  # drawn with `random` and numpy
     "spectral_norm": planned(layers=("spectral",)),  # buffers change at every forward
-    # the loss function edits its batch in place
+    # The loss function edits its batch in place.
     "edited_batch": planned(layers=("linear",), edits=True),
     "scaled": scaled,
     "half_in_float32": planned(layers=("linear",), half=True),
@@ -248,7 +275,7 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
 
 
 def build(name: str) -> Subject:
-    """The step, built in float64 from its seed; every random stream then stands at the same place."""
+    """Return the step, in float64 from its seed, with every random stream at the same place."""
     start_streams(0)
     step = STEPS[name]
     with in_double():

@@ -1,4 +1,4 @@
-"""What is trained under stress: a model, its loss, its batches and its optimizer."""
+"""A training run under stress: a model, its loss, its batches and its optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from elastic_mbs.testing import InjectOOM
 
 
 class InterpretedBackend:
-    """A torch.compile backend that runs its graphs operation by operation and counts them: there a dispatch mode sees nothing."""
+    """A torch.compile backend that runs its graphs operation by operation and counts them.
+
+    A dispatch mode sees nothing there.
+    """
 
     def __init__(self) -> None:
         self.inject: InjectOOM | None = None
@@ -42,33 +45,35 @@ class InterpretedBackend:
 
 @dataclass(frozen=True)
 class Subject:
-    """A training run to be."""
+    """A training run that is still to be made."""
 
     model: nn.Module
-    loss_fn: Callable[[Any], Any]  # of a piece, as ElasticMBS takes it; with `over`, its embeddings
-    # a sequence, taken again from its start after its last, or a function of the step's number
+    # loss of a piece, as ElasticMBS takes it; with `over`, its embeddings
+    loss_fn: Callable[[Any], Any]
+    # A sequence, taken again from its start after its last, or a function of the step's number.
     batches: Sequence[Any] | Callable[[int], Any]
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = lambda parameters: (
         torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     )
-    options: dict[str, Any] = field(default_factory=dict)  # for `ElasticMBS`, such as `count=`
-    name: str = "model"  # in tables
+    # options of `ElasticMBS`, such as `count=`
+    options: dict[str, Any] = field(default_factory=dict)
+    name: str = "model"  # name in tables
     extra: tuple[Tensor, ...] = ()  # leaves outside the model
     separable: bool = True  # the batch's gradient does not depend on how it is split
-    # nor do its buffers, which change: all is compared with the whole batch alone
+    # Neither do its buffers, which change: everything is compared with the whole batch alone.
     whole: bool = False
     tolerance: float = 1e-12  # largest difference from the reference, relative to its largest entry
-    # the loss of all embeddings, where it compares samples
+    # Loss of all embeddings, where it compares samples.
     over: Callable[[Any], Any] | None = None
-    # where operations are counted when they run inside a compiled graph
+    # Counter of the operations that run inside a compiled graph.
     backend: InterpretedBackend | None = None
 
     def leaves(self) -> list[Tensor]:
-        """Every trainable leaf."""
+        """Return every trainable leaf."""
         return [*self.model.parameters(), *self.extra]
 
     def batch(self, step: int) -> Any:
-        """The batch of a step, from 0."""
+        """Return the batch of a step, from 0."""
         try:
             return (
                 self.batches(step)
@@ -85,7 +90,10 @@ class Subject:
 
 @contextmanager
 def naming(model: str, what: str) -> Iterator[None]:
-    """Has every error of the user's code in the block come as a `UsageError` of one line: the model, `what` does not work, and the error."""
+    """Turn every error of the user's code in the block into a `UsageError` of one line.
+
+    It names the model, says that `what` does not work, and quotes the error.
+    """
     try:
         yield
     except UsageError as error:  # the package's own words say enough
@@ -96,10 +104,10 @@ def naming(model: str, what: str) -> Iterator[None]:
 
 
 def words(error: BaseException) -> str:
-    """An error's text, on one line."""
+    """Return an error's text, on one line."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 def one_line(error: BaseException) -> str:
-    """An error's type and text, on one line."""
+    """Return an error's type and text, on one line."""
     return f"{type(error).__name__}: {words(error)}".rstrip(": ")

@@ -1,4 +1,4 @@
 """Random cases against a reference: `python -m stress montecarlo`.
 
-A case is a `Plan`; `run_trial` runs one and checks all that comes out of it.
+A case is a `Plan`; `run_trial` runs one and checks all of its results.
 """

@@ -1,4 +1,4 @@
-"""What a call of a case has to leave behind: what an accumulation loop written by hand, without the runtime, gives over the same pieces."""
+"""Checks of a call against an accumulation loop by hand over the same pieces."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from ..reference.samples import Samples, mapped
 from ..reference.state import State, demand, error_of
 
 TOLERANCE = 1e-12
-# part of the largest gradient that a leaf's counts as at least beside the whole batch's: one that
-# cancels is as exact as its terms
+# Smallest part of the largest gradient that a leaf's counts as, beside the whole batch's: one that
+# cancels is as exact as its terms.
 FLOOR = 1e-2
-SCALE = 4.0  # what a GradScaler multiplies by
+SCALE = 4.0  # factor of a GradScaler
 
 
 def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tensor]:
-    """Adds the gradient of a whole batch's loss to a setup, over these pieces; returns the loss, and the scores of the pieces in their order."""
-    plan, scores = setup.plan, list[Tensor]()
+    """Add the gradient of a whole batch's loss to a setup, over these pieces.
+
+    Returns the loss, and the scores of the pieces in their order.
+    """
+    plan = setup.plan
+    scores = list[Tensor]()
     view = Samples(batch, {"dims": CONTAINERS[plan.container].dims})
     counts = counts_by_hand(plan, batch)
 
@@ -39,14 +43,15 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tens
         demand(weights is not None, f"samples {start}:{stop} were run, and nothing in them counts")
         return weights
 
-    wide, scale = torch.float32 if plan.half else None, SCALE if plan.scaler else 1.0
+    wide = torch.float32 if plan.half else None
+    scale = SCALE if plan.scaler else 1.0
     return add_up(
         terms, pieces, weigh, setup.leaves(), wide=wide, scale=lambda loss: loss * scale
     ), torch.cat(scores)
 
 
 def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> None:
-    """The pieces cover the batch once, in its order, and keep to the options."""
+    """Check that the pieces cover the batch once, in its order, and keep to the options."""
     counts = counts_by_hand(plan, batch)
     ranges = sorted([*result.partition, *result.skipped])
     check_covered(ranges, plan.samples, where)
@@ -76,8 +81,12 @@ def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> N
 def check_result(
     before: Setup, start: State, real: Setup, result: StepResult, batch: Any, where: str
 ) -> float:
-    """All is as a loop by hand over the same pieces makes it of `before`, gradients also as the whole batch's; returns the largest error of one."""
-    plan, now = real.plan, State.of(real.leaves(), real.model)
+    """Check a result against a loop by hand over the same pieces, made on `before`.
+
+    Gradients are compared with the whole batch's, too. Returns their largest error.
+    """
+    plan = real.plan
+    now = State.of(real.leaves(), real.model)
     twin, whole = before.twin(), before.twin()
     start.streams.restore()
     loss, scores = accumulate(twin, mapped(batch, torch.clone), result.partition)
@@ -93,7 +102,7 @@ def check_result(
     _check_outputs(plan, result.outputs, scores, where)
     if plan.separable:
         accumulate(whole, mapped(batch, torch.clone), [(0, plan.samples)])
-        # a piece of samples that count nothing is left out, and with it what only they reach
+        # A piece of samples that count nothing is left out, and with it all that only they reach.
         error = error_of(
             _with_zeros(real.grads(), whole.grads(), left_out=True), whole.grads(), floor=FLOOR
         )
@@ -106,7 +115,10 @@ def check_result(
 def _with_zeros(
     grads: list[Tensor | None], others: list[Tensor | None], *, left_out: bool
 ) -> list[Tensor | None]:
-    """Gradients, with zeros for none where samples that count nothing were left out: beside others they add zeros to leaves that only they reach."""
+    """Return gradients, with zeros for none where samples that count nothing were left out.
+
+    Beside others they add zeros to leaves that only they reach.
+    """
     pairs = zip(grads, others, strict=True)
     return [
         torch.zeros_like(b)

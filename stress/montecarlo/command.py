@@ -1,9 +1,11 @@
-"""Random models, batches, options, limits and faults, each step held against a loop written by hand.
+"""Random models, batches, options, limits and faults, each step compared with a loop by hand.
 
-What may come out is the right gradient, with loss, outputs, buffers and random streams of a run
-without faults over the same pieces, or a typed error with everything as it was. A case that fails
-is made smaller, and printed with the command that repeats it. Exit codes: 0 passed, 2 bad input, 3
-a wrong outcome, 4 an unexpected error, 5 a hang; the highest of them where there are several.
+The right outcomes are the gradient, with loss, outputs, buffers and random streams of a run without
+faults over the same pieces, or a typed error with everything as it was. A case that fails is made
+smaller, and printed with the command that repeats it.
+
+Exit codes: 0 passed, 2 bad input, 3 a wrong outcome, 4 an unexpected error, 5 a hang; the highest
+where there are several.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from .trial import Outcome, run_trial
 
 FUSED = ("gru", "lstm")  # layers with kernels of their own on a GPU
 NO_END = "a process that hung or crashed"
-# of failures by kind, which is an error's name; of all others UNEXPECTED
+# Exit codes by kind of failure, which is an error's name; UNEXPECTED for all others.
 CODES = {WrongOutcomeError.__name__: WRONG, NO_END: HANG}
 
 
@@ -58,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=duration("minutes"), help="end after so many minutes at the latest"
     )
-    kinds = "where cases run: on the CPU under a budget, on a GPU whose allocator refuses memory, or on a simulated one (default budget)"
+    kinds = (
+        "where cases run: on the CPU under a budget, on a GPU whose allocator refuses memory, or "
+        "on a simulated one (default budget)"
+    )
     parser.add_argument("--kind", choices=("budget", *ON_GPU), default="budget", help=kinds)
     parser.add_argument("--jobs", type=whole(1, 1024), default=1, help="processes (default 1)")
     parser.add_argument(
@@ -92,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @dataclass
 class Totals(Outcome):
     runs: int = 0
-    clean: int = 0  # cases in which nothing went wrong that could
-    # cases with an outcome that is not allowed, by kind
+    clean: int = 0  # cases in which nothing struck
+    # Cases with an outcome that is not allowed, by kind.
     failures: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -152,26 +157,27 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _prepare() -> None:
-    # torch does so at the first checkpoint: a second, and 100 000 objects
+    # torch imports it at the first checkpoint: a second, and 100 000 objects.
     importlib.import_module("torch._dynamo")
     prepare()
 
 
 def _part(options: argparse.Namespace, first: int) -> Totals:
-    """The cases of one process among several."""
+    """Run the cases of one process among several."""
     cases = _Cases(options)
     cases.many(first, options.jobs)
     return cases.totals
 
 
 class _Cases:
-    """Runs cases one after the other, and prints those that fail."""
+    """Random cases one after the other, with a print of each that fails."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self.totals = options, Totals()
+        self._options = options
+        self.totals = Totals()
 
     def share(self) -> None:
-        """Each of several processes runs every n-th case."""
+        """Run every n-th case, as one of n processes."""
         plain = argparse.Namespace(
             **{name: value for name, value in vars(self._options).items() if not callable(value)}
         )
@@ -184,26 +190,31 @@ class _Cases:
                 self.totals.merge(totals.as_json())
 
     def many(self, first: int = 0, every: int = 1) -> None:
-        options, totals, began, progress = self._options, self.totals, time.monotonic(), Progress()
+        options = self._options
+        totals = self.totals
+        began = time.monotonic()
+        progress = Progress()
         for number in range(first, options.runs, every):
             seed = case_seed(options.seed, number)
             self.case(draw(seed), seed)
             took = time.monotonic() - began
             if options.minutes is not None and took > 60 * options.minutes:
                 break
-            made, bad = totals.struck + totals.limits_hit, totals.failures.total()
+            made = totals.struck + totals.limits_hit
+            bad = totals.failures.total()
             progress.tell(
                 f"{totals.runs} runs, {made} failures made, {bad} not allowed, {took:.0f} s"
             )
         progress.clear()
 
     def case(self, plan: Plan, seed: int | None) -> None:
-        """One case, drawn from a seed or given."""
-        baseline, totals = self._options.baseline, self.totals
+        """Run one case, drawn from a seed or given."""
+        baseline = self._options.baseline
+        totals = self.totals
         plan = replace(plan, faults=(), limits=(), moves=()) if baseline else plan
         if self._options.kind != "budget":
             plan = replace(plan, device="cuda")
-        # whose operations are the CPU's: it has no fused recurrent cells, nor sparse tensors
+        # Its operations are the CPU's: it has no fused recurrent cells, nor sparse tensors.
         if self._options.kind == "simcuda":
             plan = replace(
                 plan,
@@ -220,7 +231,8 @@ class _Cases:
                 f"there were out-of-memory events although nothing was made to fail: {failures}",
             )
         except Exception as error:
-            kind, last = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
+            kind = type(error).__name__
+            last = traceback.extract_tb(error.__traceback__)[-1]
             totals.failures[kind] += 1
             print(
                 f"{'WRONG' if kind in CODES else f'UNEXPECTED {kind}'}: "
@@ -244,7 +256,7 @@ class _Cases:
             return run_trial(plan)
 
     def _fails(self, plan: Plan, kind: str) -> bool:
-        """Whether a case fails in this way."""
+        """Return whether a case fails in this way."""
         try:
             self._run(plan, self._lines("case", plan))
         except Exception as error:
@@ -252,21 +264,28 @@ class _Cases:
         return False
 
     def _lines(self, what: str, plan: Plan, seed: int | None = None) -> str:
-        """The case in words, and the command that repeats it."""
+        """Return the case in words, and the command that repeats it."""
         which = (
             f"--case {shlex.quote(json.dumps(plan.changes()))}"
             if seed is None
             else f"--only {seed}"
         )
         kind = "" if self._options.kind == "budget" else f" --kind {self._options.kind}"
-        return f"  {what}: {plan.words()}\n  repeat: python -m {TOOL} montecarlo {which}{kind}{' --baseline' * self._options.baseline}"
+        return (
+            f"  {what}: {plan.words()}\n  repeat: python -m {TOOL} montecarlo "
+            f"{which}{kind}{' --baseline' * self._options.baseline}"
+        )
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool], seconds: float = 30.0) -> Plan:
-    """The smallest case found in so many seconds that still fails in the same way, greedily."""
+    """Return the smallest case that still fails in the same way.
+
+    The search is greedy, and ends after `seconds`.
+    """
     end = time.monotonic() + seconds
     left = smaller(plan)
     while (candidate := next(left, None)) is not None and time.monotonic() < end:
         if fails(candidate):
-            plan, left = candidate, smaller(candidate)
+            plan = candidate
+            left = smaller(candidate)
     return plan

@@ -1,4 +1,4 @@
-"""What goes wrong: operations that fail as one of several errors, and sensors that fail or lie."""
+"""Faults: operations that fail as one of several errors, and sensors that fail or lie."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..models.plan import Fault
 
 
 class AlienError(Exception):
-    """No lack of memory: it has to pass through unchanged."""
+    """Not a lack of memory: it has to pass through unchanged."""
 
 
 ERRORS: dict[str, Callable[[str], BaseException]] = {
@@ -34,7 +34,10 @@ ERRORS: dict[str, Callable[[str], BaseException]] = {
 
 
 def refused(device: str) -> torch.OutOfMemoryError:
-    """The error of a GPU's own allocator, which has tried everything before it raises: more than any device has was asked for."""
+    """Return the error of a GPU's own allocator, for more bytes than any device has.
+
+    The allocator tries everything before it raises.
+    """
     try:
         torch.empty(1 << 50, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
@@ -43,13 +46,13 @@ def refused(device: str) -> torch.OutOfMemoryError:
 
 
 class Faults(InjectOOM):
-    """Fails operations of one block, which has so many without a fault, about."""
+    """Failures of operations in one block, which has about `operations` without a fault."""
 
     def __init__(self, faults: Sequence[Fault], operations: int, device: str = "cpu") -> None:
         super().__init__()
         self._device = device
         self._faults = [(1 + int(fault.at * operations), fault) for fault in faults]
-        # the error that has to pass through, once it was raised
+        # The error that has to pass through, once it was raised.
         self.alien: BaseException | None = None
 
     def step(self, name: str) -> None:
@@ -71,7 +74,7 @@ class Faults(InjectOOM):
 
 
 class _Sensor:
-    """Answers what is given for each reading in turn; a text is raised."""
+    """A sensor that gives the next of its answers at each reading; a text is raised."""
 
     def __init__(self, *answers: Reading | str) -> None:
         self._answers = cycle(answers)
@@ -86,7 +89,7 @@ class _Sensor:
 _SILENT = "the driver does not answer"
 
 SENSORS: dict[str, Callable[[], MemorySensor | None]] = {
-    "budget": lambda: None,  # its own
+    "budget": lambda: None,  # its own sensor
     "none": lambda: NoSensor("none in this case"),
     "fails": lambda: _Sensor(_SILENT, _SILENT, Headroom(1 << 20, 1 << 22, 0, "failing", 0.0)),
     "high": lambda: _Sensor(Headroom(1 << 39, 1 << 40, 1 << 39, "constant", 0.0)),

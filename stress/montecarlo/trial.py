@@ -1,4 +1,7 @@
-"""One case from its start to its end: each step is held against a loop by hand, nothing may stay alive, and what the events tell has to add up."""
+"""A case from its start to its end.
+
+Each step is compared with a loop by hand, nothing may stay alive, and the events have to add up.
+"""
 
 from __future__ import annotations
 
@@ -36,28 +39,29 @@ PLENTY = "1TiB"
 @dataclass
 class Outcome(Tally):
     calls: int = 0  # training calls
-    faults: int = 0  # that were planned
+    faults: int = 0  # faults that were planned
     struck: int = 0  # operations that were made to fail
-    refused: int = 0  # of these, by a GPU's own allocator
+    refused: int = 0  # operations among these that a GPU's own allocator refused
     limits_hit: int = 0  # times that a memory limit was passed
     splits: int = 0  # failures after which the micro-batch was made smaller
-    # failures after which a piece was replayed for some of the leaves, because the others had its
+    # failures after which a piece was replayed for a part of the leaves, because the others had its
     # gradient already
     partial: int = 0
-    errors: Counter[str] = field(default_factory=Counter)  # typed ones that ended a call
-    modes: Counter[str] = field(default_factory=Counter)  # of replays
-    phases: Counter[str] = field(default_factory=Counter)  # of failures
+    errors: Counter[str] = field(default_factory=Counter)  # typed errors that ended a call
+    modes: Counter[str] = field(default_factory=Counter)  # replays by mode
+    phases: Counter[str] = field(default_factory=Counter)  # failures by phase
     worst: float = 0.0  # largest relative error of a gradient
 
 
 def run_trial(plan: Plan) -> Outcome:
-    """Runs a case.
+    """Run a case.
 
-    WrongOutcomeError where an outcome is not allowed; any error that may not come of what went
-    wrong passes through.
+    Raises a WrongOutcomeError where an outcome is not allowed. An error that the faults do not
+    explain
+    passes through.
     """
     with Streams.now(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's about what a case is made of
+        warnings.simplefilter("ignore")  # torch warns of parts that a case is made of
         before = refusals()
         outcome = _Trial(plan).run()
         outcome.refused = refusals() - before
@@ -74,8 +78,8 @@ class _Trial:
         )
         self.events: list[Event] = []
         self.scaler = torch.amp.GradScaler(plan.device, init_scale=SCALE) if plan.scaler else None
-        self.forwards = 0  # of the call
-        self.results: Counter[str] = Counter()  # what the results of finished calls add up to
+        self.forwards = 0  # forwards of the call
+        self.results: Counter[str] = Counter()  # sums over the results of finished calls
 
     def run(self) -> Outcome:
         plan = self.plan
@@ -97,16 +101,19 @@ class _Trial:
         return self.outcome
 
     def _measure(self) -> None:
-        """How many operations a batch has and how much memory it takes."""
-        batch, twin = make_batch(self.plan, 0), self.real.twin()
+        """Measure the operations and the memory that a batch takes."""
+        batch = make_batch(self.plan, 0)
+        twin = self.real.twin()
         budget = MemoryBudget(PLENTY, track=(twin.model, twin.guests), device=self.plan.device)
         before = budget.live
         with Streams.now(), budget, InjectOOM() as counting:
             accumulate(twin, batch, [(0, self.plan.samples)])
-        self.operations, self.need = counting.count, budget.peak - before
+        self.operations = counting.count
+        self.need = budget.peak - before
 
     def _runtime(self) -> tuple[Callable[[Any], StepResult], ElasticMBS]:
-        plan, real = self.plan, self.real
+        plan = self.plan
+        real = self.real
         options = grouped(
             {
                 "micro_batch_size": plan.size or "auto",
@@ -154,7 +161,10 @@ class _Trial:
     def _guarded(
         self, place: str, number: int, operations: int, where: str, call: Callable[[], Any]
     ) -> tuple[Any, Exception | None, int]:
-        """A call under the faults of its place; returns its result, or the error it ended in, and how many failures were made."""
+        """Make a call under the faults of its place.
+
+        Returns its result, the error that ended it, and how many failures were made.
+        """
         faults = Faults(
             [fault for fault in self.plan.faults if (fault.step, fault.place) == (number, place)],
             operations,
@@ -182,11 +192,15 @@ class _Trial:
         return result, error, made
 
     def _step(self, mbs: ElasticMBS, step: Callable[[Any], StepResult], number: int) -> None:
-        plan, real, where = self.plan, self.real, f"step {number}: "
+        plan = self.plan
+        real = self.real
+        where = f"step {number}: "
         batch = make_batch(plan, number)
         pristine = mapped(batch, torch.clone)
-        before, start = real.twin(), State.of(real.leaves(), real.model)
-        self.forwards, self.held = 0, self.budget.live
+        before = real.twin()
+        start = State.of(real.leaves(), real.model)
+        self.forwards = 0
+        self.held = self.budget.live
         if plan.limits:
             self._limit(plan.limits[number % len(plan.limits)])
         operations = self.operations * max(1, -(-plan.samples // (plan.size or 4)))
@@ -230,7 +244,8 @@ class _Trial:
         self._optimize(mbs, number)
 
     def _evaluate(self, mbs: ElasticMBS, batch: Any, number: int) -> None:
-        real, where = self.real, f"evaluation after step {number}: "
+        real = self.real
+        where = f"evaluation after step {number}: "
         real.model.eval()
         before = State.of(real.leaves(), real.model)
         with torch.no_grad():
@@ -253,7 +268,9 @@ class _Trial:
             demand(same, f"{where}the outputs are wrong")
 
     def _optimize(self, mbs: ElasticMBS, number: int) -> None:
-        plan, real, where = self.plan, self.real, f"optimizer after step {number}: "
+        plan = self.plan
+        real = self.real
+        where = f"optimizer after step {number}: "
         leaves = [leaf for leaf in real.leaves() if leaf.grad is not None]
         if self.scaler is not None and plan.clip:
             self.scaler.unscale_(real.optimizer)
@@ -301,7 +318,10 @@ class _Trial:
     # ------------------------------------------------------------------ the end
 
     def _check_events(self, mbs: ElasticMBS) -> None:
-        out, events, stats, results = self.outcome, self.events, mbs.stats, self.results
+        out = self.outcome
+        events = self.events
+        stats = mbs.stats
+        results = self.results
         failures = [event for event in events if isinstance(event, OutOfMemory)]
         out.modes.update(event.mode for event in failures)
         out.phases.update(event.phase for event in failures)
@@ -313,7 +333,7 @@ class _Trial:
         ended = [event for event in events if isinstance(event, CallDone | CallFailed)]
         done = [event for event in ended if isinstance(event, CallDone)]
         trained = [event for event in done if event.mode == "train"]
-        # which comes in the place of the event
+        # The error comes in the place of the event.
         told = len(failures) + out.errors["ReplayUnsafeError"]
         sums = {
             "finished calls": (len(trained), stats.calls, results["calls"]),
@@ -349,8 +369,8 @@ class _Trial:
             }.values()
         )
         if self.budget.live != rest:
-            gc.collect()  # what checkpointing and custom functions leave in cycles is torch's
-        # autograd's thread of a GPU lets go of its last node when it has its turn
+            gc.collect()  # cycles of checkpointing and custom functions are torch's
+        # Autograd's thread of a GPU lets go of its last node when it has its turn.
         for _ in range(100 if self.plan.device != "cpu" else 0):
             if self.budget.live == rest:
                 break

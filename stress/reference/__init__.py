@@ -1,1 +1,1 @@
-"""What training must come to: one accumulation loop by hand, and states that are compared."""
+"""References of training: one accumulation loop by hand, and states that are compared."""

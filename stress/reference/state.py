@@ -1,4 +1,4 @@
-"""What a call may change, and whether two such states are the same."""
+"""Everything that a call may change, copied and compared."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class WrongOutcomeError(AssertionError):
 
 
 def demand(holds: bool, what: str) -> None:
-    """WrongOutcomeError unless `holds`."""
+    """Raise a WrongOutcomeError unless `holds`."""
     if not holds:
         raise WrongOutcomeError(what)
 
 
 @dataclass(frozen=True)
 class State:
-    """Gradients, parameters, buffers, what modules keep beside them, and random streams, copied."""
+    """Copies of gradients, parameters, buffers, other state of modules, and random streams."""
 
     grads: list[Tensor | None]
     parameters: list[Tensor]
     buffers: list[Tensor]
-    modules: list[tuple[bool, Any]]  # of each: training or not, and what it counts by itself
+    modules: list[tuple[bool, Any]]  # for each module: training or not, and its own counters
     streams: Streams
 
     @classmethod
@@ -47,7 +47,10 @@ class State:
     def put_back(
         self, leaves: Iterable[Tensor], model: nn.Module, gradients: Sequence[Tensor | None]
     ) -> None:
-        """Puts everything back; the gradients into the tensors that were there, given in the leaves' order."""
+        """Put everything back.
+
+        Gradients go into the tensors that were there, given in the leaves' order.
+        """
         with torch.no_grad():
             for leaf, value, grad, tensor in zip(
                 leaves, self.parameters, self.grads, gradients, strict=True
@@ -59,7 +62,7 @@ class State:
         self.streams.restore()
 
     def changes(self, now: State) -> list[str]:
-        """What is not as it was, but for gradients."""
+        """Return the names of everything that has changed, but for gradients."""
         pairs = {
             "parameters": same_tensors(self.parameters, now.parameters),
             "buffers": same_tensors(self.buffers, now.buffers),
@@ -69,7 +72,12 @@ class State:
         return [f"{name} are not as before" for name, same in pairs.items() if not same]
 
     def demand_kept(self, now: State, notes: str = "", where: str = "") -> None:
-        """WrongOutcomeError where an error has left more behind than it may: gradients, where its `notes` say that they have to be zeroed."""
+        """Check that an error has left no more behind than it may.
+
+        That is gradients, where its `notes` say that they have to be zeroed. Raises a
+        WrongOutcomeError
+        otherwise.
+        """
         found = self.changes(now)
         for before, after in zip(self.grads, now.grads, strict=True):
             if before is None and after is not None:
@@ -83,7 +91,10 @@ class State:
         demand(not found, f"{where}{', '.join(dict.fromkeys(found))}")
 
     def demand_rest_of(self, wanted: State, tolerance: float, where: str = "") -> None:
-        """WrongOutcomeError unless buffers, modules and random streams are those of a run without failures, but for rounding."""
+        """Check that buffers, modules and random streams are those of a run without failures.
+
+        Raises a WrongOutcomeError where they differ by more than rounding.
+        """
         pairs = zip(self.buffers, wanted.buffers, strict=True)
         same = all(
             torch.allclose(
@@ -110,7 +121,7 @@ def same_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def hooks_on(model: nn.Module, leaves: Iterable[Tensor]) -> int:
-    """How many hooks its modules and leaves have."""
+    """Return the number of hooks on the modules and leaves of a model."""
     count = sum(
         len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
     )
@@ -121,19 +132,22 @@ def hooks_on(model: nn.Module, leaves: Iterable[Tensor]) -> int:
 
 
 # Largest difference of a gradient, relative to its largest entry, by the narrowest type of the
-# parameters: a split sums in another order
+# parameters: a split sums in another order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 
 
 def tolerance_of(model: nn.Module) -> float:
-    """What counts as rounding in a gradient of this model."""
+    """Return the rounding allowed in a gradient of this model."""
     return max(
         (TOLERANCES.get(parameter.dtype, 3e-2) for parameter in model.parameters()), default=0.0
     )
 
 
 def same_state(a: Any, b: Any, tolerance: float = 1e-15) -> bool:
-    """Whether two states of an optimizer are equal, but for a relative difference of their numbers: by default the last bit."""
+    """Return whether two states of an optimizer are equal.
+
+    Their numbers may differ by `tolerance`, relatively; by default, by the last bit.
+    """
     if isinstance(a, Tensor):
         return (
             isinstance(b, Tensor)
@@ -156,9 +170,11 @@ def same_state(a: Any, b: Any, tolerance: float = 1e-15) -> bool:
 def error_of(
     got: Sequence[Tensor | None], wanted: Sequence[Tensor | None], *, floor: float = 0.0
 ) -> float:
-    """Largest difference over the leaves, relative to the largest entry of each; infinite where only one has a gradient, or one is not finite.
+    """Return the largest difference over the leaves, relative to the largest entry of each.
 
-    A leaf's largest entry counts as at least `floor` of the largest of all.
+    It is infinite where only one has a gradient, or one is not finite. A leaf's largest entry
+    counts as
+    at least `floor` of the largest of all.
     """
     pairs = []
     for a, b in zip(got, wanted, strict=True):

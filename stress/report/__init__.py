@@ -1,1 +1,1 @@
-"""The records of the stress tool as a page for a browser."""
+"""Records of the stress tool as a page for a browser."""

@@ -1,4 +1,4 @@
-"""A run under stress as the report of a run log shows runs: lines over time, marks, figures."""
+"""A run under stress as a run log's report shows runs: lines over time, marks, figures."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Tile = tuple[str, str, str]
 
 
 def run_data(run: Run) -> RunData:
-    """The run as lines, marks and figures; time begins with its first step.
+    """Return the run as lines, marks and figures; time begins with its first step.
 
     The memory's lane shows its moves.
     """
     steps = run.steps
     zero = min([step.at for step in steps] + [mark.at for mark in run.marks], default=0.0)
     lengths = {step.elements for step in steps}
-    # inputs of another length have sizes of their own
+    # Inputs of another length have sizes of their own.
     tracks = {
         step.step: "micro-batch" if len(lengths) == 1 else f"samples of {step.elements:,} numbers"
         for step in steps
@@ -67,7 +67,7 @@ def run_data(run: Run) -> RunData:
 
 
 def difference(run: Run) -> str:
-    """The largest relative difference from the reference, in words."""
+    """Return the largest relative difference from the reference, in words."""
     return (
         ""
         if run.differences is None
@@ -78,7 +78,7 @@ def difference(run: Run) -> str:
 
 
 def sizes(run: Run) -> str:
-    """The micro-batch sizes of a run, from the smallest to the largest."""
+    """Return the micro-batch sizes of a run, from the smallest to the largest."""
     return "–".join(f"{size:,}" for size in dict.fromkeys((*run.sizes[:1], *run.sizes[-1:])))
 
 
@@ -114,21 +114,24 @@ def _sizes(run: Run, zero: float, tracks: dict[int, str]) -> dict[str, list[Poin
             (mark for mark in run.marks if mark.step == step.step and mark.after is not None),
             key=lambda mark: mark.at,
         )
-        # a step began with the size before its first move, or, without one, with the size it ended
-        # with
+        # A step began with the size before its first move, or, without one, with the size it ended
+        # with.
         first = moves[0].before if moves else step.size
         line.append(
             (step.at - zero, first if first is not None else line[-1][1] if line else step.size)
         )
         line += [(mark.at - zero, mark.after) for mark in moves]
-        # a growth at its boundary is reported before the step is over, and belongs to the next one
+        # A growth at its boundary is reported before the step is over, and belongs to the next one.
         end, size = (moves[-1].at, moves[-1].after) if moves else (0.0, step.size)
         line.append((max(step.at + step.seconds, end) - zero, size))
     return {name: sorted(line, key=lambda point: point[0]) for name, line in found.items()}
 
 
 def _per_step(steps: Sequence[Step], zero: float, values: Sequence[float | None]) -> list[Point]:
-    """A figure of each step, which holds from the step before it; that of the first one from its own beginning."""
+    """Return a figure of each step as points.
+
+    A value holds from the end of the step before; the first one, from its own step's start.
+    """
     points = [
         (step.at + step.seconds - zero, value) for step, value in zip(steps, values, strict=True)
     ]
@@ -150,7 +153,8 @@ def _about(run: Run) -> tuple[tuple[str, str], ...]:
 
 
 def _tiles(run: Run) -> tuple[Tile, ...]:
-    steps, end = run.steps, run.end
+    steps = run.steps
+    end = run.end
     error, _, text = (end.error or "" if end is not None else "").partition(": ")
     return (
         *([("ended by", error, text[:100])] if error else []),

@@ -1,4 +1,4 @@
-"""The page: all runs in a table, then each with the lanes of the report."""
+"""Page of a stress run: all runs in a table, then each with the lanes of the report."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _COLUMNS = (
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The runs as one HTML file that needs nothing else.
+    """Return the runs as one HTML file that needs nothing else.
 
-    Everything that comes from them is escaped.
+    All text that comes from them is escaped.
     """
     failed = [number for number, run in enumerate(runs) if not run.passed]
     page = f'<section class="run overview">{_table(runs)}</section>'

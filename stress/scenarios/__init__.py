@@ -1,1 +1,1 @@
-"""Scripted ways of running out of memory, and what must hold in each."""
+"""Scripted ways of running out of memory, and the conditions that must hold in each."""

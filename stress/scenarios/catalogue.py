@@ -1,4 +1,4 @@
-"""The scenarios: each a script, options of the training under it, and what is asserted of its record."""
+"""Scenarios: each a script, options of the training under it, and checks of its record."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from . import checks, scripts
 from .checks import Check
 from .scripts import Script, Supply, always
 
-DEADLINE = 900.0  # seconds for what is quick: the built-in models
+DEADLINE = 900.0  # seconds for a quick run: the built-in models
 
-# Less patient than the default (4 calls, 100 times what was lost): a scenario has a few dozen steps
-# of a few milliseconds.
+# Less patient than the default (4 calls, 100 times the loss): a scenario has a few dozen steps of a
+# few milliseconds.
 EAGER = Policy(patience=2, min_gain=0.0, cooldown=0.0)
 _COOLING = Policy(patience=2, min_gain=0.0, cooldown=10.0)
 _PATIENT = Policy(min_gain=0.0)
@@ -29,47 +29,48 @@ _FALLS = (checks.bounded, checks.something_happened)
 
 @dataclass(frozen=True)
 class Scenario:
-    """One of the ways in which memory runs out."""
+    """A way of running out of memory."""
 
-    name: str  # as on the command line
+    name: str  # name on the command line
     script: Script
-    kinds: tuple[str, ...] = _COUNTED_AND_GPU  # of limit that it runs under
-    checks: tuple[Check, ...] = ()  # what is asserted besides what always is
-    steps: int = 36  # unless the user says
-    quick: int = 18  # in the bounded set
-    model: str = "wide"  # unless the user says
+    kinds: tuple[str, ...] = _COUNTED_AND_GPU  # kinds of limit that it runs under
+    checks: tuple[Check, ...] = ()  # checks besides those made of every run
+    steps: int = 36  # steps, unless the user says
+    quick: int = 18  # steps in the bounded set
+    model: str = "wide"  # model, unless the user says
     policy: Policy = EAGER
-    killed: bool = False  # in the middle; another process resumes
+    killed: bool = False  # killed in the middle; another process resumes
     together: bool = False  # two processes at once
-    evaluate: int = 0  # every so many steps; 0 for never
-    sensor_dies: bool = False  # in the steps of `scripts.dead`
+    evaluate: int = 0  # evaluates after every so many steps; 0 for never
+    sensor_dies: bool = False  # the sensor dies in the steps of `scripts.dead`
     ends_by_error: bool = False
     wait: float = 5.0  # seconds that the runtime may wait for memory at the floor
-    # single allocation, as a share of what the batch takes besides the model; None for no limit
+    # Largest single allocation, as a share of the batch's need besides the model; None for no
+    # limit.
     largest: float | None = None
 
     def all_checks(self, steps: int) -> tuple[Check, ...]:
-        """All that is asserted of a run of so many steps."""
+        """Return all checks of a run of `steps` steps."""
         whole = () if self.ends_by_error else (partial(checks.went_on_to, steps=steps),)
         return (*whole, checks.exact, checks.covers_every_sample, checks.nothing_held, *self.checks)
 
 
 @dataclass(frozen=True)
 class Order:
-    """One process of a scenario, as data that goes to it."""
+    """A process of a scenario, as data that goes to it."""
 
     scenario: str
-    kind: str  # of limit
-    model: str  # as `--model` names it
-    seed: int  # of model, batches, script and controller
+    kind: str  # kind of limit
+    model: str  # model, as `--model` names it
+    seed: int  # seed of model, batches, script and controller
     steps: int
     device: str = "cpu"
-    # bytes that stand for a share of 1; None for what the whole batch takes
+    # Bytes for a share of 1; None for the whole batch's need.
     budget: int | None = None
-    process: int = 0  # 1 for the second of two
-    folder: str | None = None  # for checkpoints
-    dies: int | None = None  # the step in whose backward the process kills itself
-    deadline: float = DEADLINE  # seconds after which a process of it counts as hung
+    process: int = 0  # number of the process; 1 for the second of two
+    folder: str | None = None  # folder for checkpoints
+    dies: int | None = None  # step in whose backward the process kills itself
+    deadline: float = DEADLINE  # seconds after which its process counts as hung
 
     @property
     def entry(self) -> Scenario:
@@ -80,7 +81,7 @@ class Order:
         return ":" in self.model
 
 
-LINES = {  # what happens
+LINES = {  # one line for each scenario
     "steady": "the batch fits, always: nothing may happen",
     "too_big": "the batch has never fitted: room for three tenths of it",
     "cliff": "a co-tenant takes half at once, in the middle of a backward, and leaves again",
@@ -120,7 +121,8 @@ _CATALOGUE = (
         (checks.bounded, checks.broken_up),
         largest=0.1,
     ),
-    # not where the host is the device: the guard's copies take the room that the scenario is about
+    # Not where the host is the device: the guard's copies would take the room that the scenario is
+    # about.
     Scenario(
         "optimizer_first_step",
         always(Supply(optimizer=True)),

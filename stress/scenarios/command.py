@@ -1,4 +1,6 @@
-"""Scripted ways of running out of memory, each with assertions: is the training still exact, does it end, how often does it fail?
+"""Scripted ways of running out of memory, each with checks.
+
+Is the training still exact, does it end, how often does it fail?
 
 Kinds of limit: `budget` counts tensors, exactly, in this process; under `shim` torch's own
 allocator fails; under `rlimit` the kernel refuses memory to the whole process; `cuda` is a real GPU
@@ -27,7 +29,7 @@ from .catalogue import DEADLINE, LINES, SCENARIOS, Order
 from .model_check import check
 from .processes import failed, perform
 
-# What the bounded set runs of each real kind, besides everything on the budget.
+# Scenarios of the bounded set for each real kind, besides all of them on the budget.
 QUICK = {
     "shim": ("too_big", "cliff", "fragmentation", "two_elastic"),
     "rlimit": ("too_big", "sawtooth"),
@@ -41,14 +43,14 @@ QUICK = {
         "two_elastic",
     ),
 }
-# a step of a scenario can take so many times longer than making the model and checking it: for a
-# process's deadline
+# Duration of a scenario's step, at most, in durations of making the model and checking it: for a
+# process's deadline.
 SLOWER = 20.0
-FEWEST = 6  # steps below which the scripts have no room for what they do
+FEWEST = 6  # steps below which the scripts have no room for their moves
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the scenarios, which are what the tool does without a command."""
+    """Add the options of the scenarios, which the tool runs without a command."""
     again = "may be given again (default: all"
     parser.add_argument(
         "--scenario",
@@ -91,10 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs scenarios.
+    """Run scenarios.
 
-    Returns 0 if all assertions held, 1 if one did not or a scenario could not be carried out; the
-    records are written anyhow.
+    Returns 0 if all checks held, 1 if one did not or a scenario could not be carried out. The
+    records
+    are written in either case.
     """
     if options.list:
         print(listing())
@@ -125,7 +128,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def listing() -> str:
-    """Name, kinds and one line of each scenario."""
+    """Return name, kinds and one line of each scenario."""
     names, kinds = (
         max(map(len, SCENARIOS)),
         max(len(" ".join(each.kinds)) for each in SCENARIOS.values()),
@@ -137,8 +140,9 @@ def listing() -> str:
 
 
 def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
-    """What to run, kind by kind, and lines that say what cannot be run here."""
-    orders, missing = [], []
+    """Return the orders, kind by kind, and lines about kinds that cannot be had here."""
+    orders = []
+    missing = []
     for kind in (kind for kind in KINDS if kind in (options.kind or KINDS)):
         trouble = available(kind)
         if trouble is not None and options.kind:
@@ -174,7 +178,7 @@ def plan(options: argparse.Namespace) -> tuple[list[Order], list[str]]:
 
 
 def check_models(orders: Sequence[Order]) -> list[Order]:
-    """Checks each model before anything is run.
+    """Check each model before anything is run.
 
     Returns the orders with deadlines that suit how long that took.
     """
@@ -193,11 +197,12 @@ def check_models(orders: Sequence[Order]) -> list[Order]:
 
 
 def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
-    """Runs one after the other and yields their records.
+    """Run orders one after the other, and yield their records.
 
     Bad input that is found after the first of them is a failed record, too.
     """
-    line, wide = Progress(piped=math.inf), max(len(order.scenario) for order in orders) + 4
+    line = Progress(piped=math.inf)
+    wide = max(len(order.scenario) for order in orders) + 4
     for number, order in enumerate(orders, 1):
         head = f"[{number:>{len(str(len(orders)))}}/{len(orders)}] {{:<{wide}}} {order.kind:<6}"
         here = head.format(order.scenario)
@@ -232,7 +237,7 @@ def run_all(orders: Sequence[Order]) -> Iterator[list[Run]]:
 
 
 def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
-    """Writes what was asked for. UsageError where that is impossible."""
+    """Write the files that were asked for. Raises a UsageError where that is impossible."""
     try:
         if options.json is not None:
             write_json(runs, options.seed, options.json)
@@ -243,7 +248,7 @@ def write(runs: Sequence[Run], options: argparse.Namespace) -> None:
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """The last lines: what went wrong, in words, and the count."""
+    """Return the last lines: complaints in words, and the count."""
     lines = [
         f"{run.title} on {run.kind}: {complaint}" for run in runs for complaint in run.complaints
     ]

@@ -1,4 +1,4 @@
-"""What training takes: measured once, by plain steps under the kind of limit of the run, before there is a limit."""
+"""Needs of training: measured once, by plain steps under the kind of limit of the run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from ..record import Needs
 from ..reference.by_hand import view_of
 from ..reference.samples import Samples, losses_in, mapped
 
-TRIALS = 9  # halvings until a capacity is known to a few hundredths of what a piece takes
-LOOKED_AT = 64  # batches among which the one with the longest samples is looked for
+TRIALS = 9  # halvings until a capacity is known to a few hundredths of a piece's need
+LOOKED_AT = 64  # batches among which the longest samples are looked for
 
 
 def batch_of(subject: Subject, step: int, device: torch.device | str | None = None) -> Any:
-    """A copy of the step's batch, made on the host and not counted by a budget, then brought to a device."""
+    """Return a copy of the step's batch, on a device.
+
+    It is made on the host, and not counted by a budget.
+    """
     with on_host():
         batch = mapped(subject.batch(step), torch.clone)
     return batch if device is None else mapped(batch, lambda tensor: tensor.to(device))
@@ -38,7 +41,10 @@ def _views(subject: Subject, steps: int) -> Iterator[Samples]:
 
 
 def smallest(subject: Subject) -> int:
-    """The smallest micro-batch that the runtime would use: one sample, or two where a layer normalises over the batch."""
+    """Return the smallest micro-batch that the runtime would use.
+
+    It is one sample, or two where a layer normalises over the batch.
+    """
     given = subject.options.get("min_micro_batch_size")
     if given is not None:
         return int(given)
@@ -46,45 +52,49 @@ def smallest(subject: Subject) -> int:
 
 
 def least(subject: Subject, steps: int) -> int:
-    """Samples of the largest piece that the smallest micro-batch can come to: an odd batch in twos has a piece of three."""
-    size, align = smallest(subject), subject.options.get("align", 1)
+    """Return the samples of the largest piece at the smallest micro-batch.
+
+    An odd batch in twos has a piece of three.
+    """
+    size = smallest(subject)
+    align = subject.options.get("align", 1)
     return max(
         longest(view.length, size, minimum=size, align=align) for view in _views(subject, steps)
     )
 
 
 def longest_batch(subject: Subject, steps: int) -> Samples:
-    """The batch with the most numbers among those of the first steps."""
+    """Return the batch with the most numbers among those of the first steps."""
     return max(_views(subject, steps), key=lambda view: view.elements * view.length)
 
 
 def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
-    """Runs pieces of several sizes and optimizer steps; `memory` is open, without a limit yet."""
-    optimizer, pieces = (
-        subject.optimizer(subject.model.parameters()),
-        _Pieces(memory, subject, steps),
-    )
-    samples, smallest_piece = pieces.view.length, least(subject, steps)
+    """Run pieces of several sizes and optimizer steps; `memory` is open, without a limit yet."""
+    optimizer = subject.optimizer(subject.model.parameters())
+    pieces = _Pieces(memory, subject, steps)
+    samples = pieces.view.length
+    smallest_piece = least(subject, steps)
     sizes = sorted(
         {
             min(samples, max(smallest_piece, size))
             for size in (smallest_piece, samples // 4, samples // 2, samples)
         }
     )
-    # what libraries keep for good is there the second time, and there are gradients to add to
+    # The second time, memory that libraries keep for good is there, and so are gradients to add to.
     for _ in range(2):
         pieces.run(sizes[0])
-    first, held = pieces.peak(optimizer.step), memory.live()
+    first = pieces.peak(optimizer.step)
+    held = memory.live()
     optimizer.zero_grad()
     pieces.run(sizes[0])
     peaks = [pieces.peak(partial(pieces.run, size)) for size in sizes]
     if memory.kind == "rlimit":
-        # the kernel keeps no peak of what is mapped, and a size that runs for the first time under
-        # pressure can crash
+        # The kernel keeps no peak of mapped memory, and a size that runs for the first time under
+        # pressure can crash.
         memory.warm(pieces.run, range(min(smallest(subject), samples), samples + 1))
         peaks = [pieces.least_room(size, most) for size, most in zip(sizes, peaks, strict=True)]
     later = pieces.peak(optimizer.step)
-    # is copied where the host's memory is the device's
+    # It is copied where the host's memory is the device's.
     guarded = tree_leaves([optimizer.param_groups, list(optimizer.state.values())])
     copies = (
         sum(leaf.nbytes for leaf in guarded if isinstance(leaf, torch.Tensor))
@@ -97,7 +107,7 @@ def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     gc.collect()
     rest = memory.live()
     memory.reset_peak()
-    # batches are made outside the runtime, and on the device where that is the host
+    # Batches are made outside the runtime, and on the device where that is the host.
     for step in range(min(steps, LOOKED_AT)):
         batch_of(subject, step)
     floor = max(held + copies, memory.peak())
@@ -116,7 +126,8 @@ class _Pieces:
     """Pieces of the longest batch, run forward and backward."""
 
     def __init__(self, memory: MemoryLimit, subject: Subject, steps: int) -> None:
-        self._memory, self._subject = memory, subject
+        self._memory = memory
+        self._subject = subject
         self.view = longest_batch(subject, steps)
 
     def run(self, size: int) -> None:
@@ -132,7 +143,7 @@ class _Pieces:
         return self._memory.peak()
 
     def least_room(self, size: int, most: int) -> int:
-        """The smallest capacity under which a piece comes through, by trial; `most` is enough."""
+        """Return the smallest capacity under which a piece runs, by trial; `most` is enough."""
         low, high = self._memory.live(), most
         for _ in range(TRIALS):
             middle = (low + high) // 2

@@ -1,4 +1,7 @@
-"""The check of a user's model: made alike each time, its step runs, and its loss can be compared."""
+"""Checks of a model before training under stress.
+
+It is made the same each time, its step runs, and there is something to compare.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from .reference import generators_of, norm_of, relative, rounding_of, state_of, 
 
 
 def check(model: str, seed: int, device: str) -> None:
-    """Make a subject twice, compare, and run one step; a UsageError where it cannot be used."""
+    """Make a subject twice, compare, and run a step.
+
+    Raises a UsageError where it cannot be used.
+    """
     first, second = make(model, seed, device), make(model, seed, device)
     if weight_difference(state_of(first.model), state_of(second.model)) > 0:
         raise UsageError(
@@ -75,10 +81,8 @@ def _run(subject: Subject, model: str, device: str) -> None:
         batch = batch_of(subject, 0, device)
         subject = _read_by_the_product(subject, batch)
         view = view_of(subject, batch)
-        streams, buffers = (
-            generators_of(subject),
-            [buffer.clone() for buffer in subject.model.buffers()],
-        )
+        streams = generators_of(subject)
+        buffers = [buffer.clone() for buffer in subject.model.buffers()]
         start = streams.read(hosts=True)
         loss = accumulate(subject, view, [[0, view.length]])
         streams.restore(start)
@@ -108,11 +112,14 @@ def _run(subject: Subject, model: str, device: str) -> None:
 
 
 def _batch_in_words(subject: Subject) -> str:
-    """A hint for the usual mistake: one batch of several parts in the place of a list of batches."""
+    """Return a hint for the usual mistake: a batch of parts in place of a list of batches."""
     if isinstance(subject.batches, tuple) and all(
         isinstance(each, Tensor) for each in subject.batches
     ):
-        return f" (batches are a tuple of {len(subject.batches)} tensors, each of which is taken for a batch: is it one batch? then give [batch])"
+        return (
+            f" (batches are a tuple of {len(subject.batches)} tensors, each of which is taken for "
+            "a batch: is it one batch? then give [batch])"
+        )
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Carries scenarios out, in this process or in others, and judges their records."""
+"""Scenarios carried out, in this process or in others, and verdicts on their records."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ from . import checks
 from .catalogue import Order
 from .run import Tell, room_of, run, unexpected
 
-# part of what the whole batch takes that must depend on the micro-batch, or smaller ones do not
-# help
+# Part of the whole batch's need that must depend on the micro-batch; below it, smaller ones do not
+# help.
 FLAT = 0.1
 
 
 def perform(order: Order, tell: Tell) -> list[Run]:
-    """Carries an order out and judges its record; two where it has two processes, of whose first `tell` gets each step. UsageError as from `run`."""
+    """Carry an order out and judge its record; two records where it has two processes.
+
+    `tell` gets each step of the first process. Raises a UsageError as `run` does.
+    """
     try:
         if order.entry.together:  # on one device, which is made as large as both together may need
             return judge(
@@ -46,12 +49,12 @@ def perform(order: Order, tell: Tell) -> list[Run]:
     except ChildError as error:
         return [failed(order, words(error))]
     except (Exception, SystemExit) as error:
-        # of the user's factory, loss or batches: the other scenarios have nothing to do with it
+        # It is of the user's factory, loss or batches: the other scenarios are not concerned.
         return [failed(order, unexpected(error))]
 
 
 def failed(order: Order, complaint: str = "the process ended without a record") -> Run:
-    """The record of a run that has left none."""
+    """Return the record of a run that has left none."""
     return Run(
         order.scenario,
         order.kind,
@@ -64,11 +67,16 @@ def failed(order: Order, complaint: str = "the process ended without a record") 
     )
 
 
-# ---------------------------------------------------------------------- in which processes
+# ---------------------------------------------------------------------- processes
 
 
 def carry_out(line: Line, order: Order) -> None:
-    """What a child does: emits a `Step` after each step, the `Run` at the end, and in between the moments at which it waits for another process."""
+    """Carry an order out in a child.
+
+    Emits a `Step` after each step, the `Run` at the end, and in between the moments at which it
+    waits
+    for another process.
+    """
     torch.set_num_threads(1)
 
     def meet(moment: str, known: Any) -> Any:
@@ -79,7 +87,7 @@ def carry_out(line: Line, order: Order) -> None:
 
     def tell(step: Step) -> None:
         line(step)
-        # a process that is through before the other has begun would show nothing
+        # A process that is through before the other has begun would show nothing.
         if step.step == 0:
             meet("trains", None)
 
@@ -95,7 +103,10 @@ def _in_child(order: Order, tell: Tell) -> Run:
 
 
 def _kill(order: Order, tell: Tell) -> Run:
-    """Two processes, one after the other: the first kills itself in the middle of a backward, the second goes on from the checkpoint."""
+    """Run two processes, one after the other.
+
+    The first kills itself in the middle of a backward, the second goes on from the checkpoint.
+    """
     dies = order.steps * 5 // 8
     with tempfile.TemporaryDirectory(prefix="elastic-mbs-stress-") as folder:
         try:
@@ -115,10 +126,11 @@ def _kill(order: Order, tell: Tell) -> Run:
 
 
 def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
-    """Two at the same time.
+    """Run two processes at the same time.
 
     The device gets its size when both models are there, and loses it for the references, which are
-    not made for it.
+    not
+    made for it.
     """
     fence = device if isinstance(device, Fence) else None
     orders = [replace(order, process=process) for process in (0, 1)]
@@ -157,7 +169,7 @@ def two_on(device: Confined | Fence, order: Order, tell: Tell) -> list[Run]:
 
 
 def judge(runs: list[Run], order: Order) -> list[Run]:
-    """Makes every check of the scenario, and notes what is wrong on the records."""
+    """Make every check of the scenario, and note complaints on the records."""
     ended = [each for each in runs if each.end is not None]
     for each in ended:
         each.complaints += [
@@ -167,11 +179,11 @@ def judge(runs: list[Run], order: Order) -> list[Run]:
         runs[0].complaints += checks.fair(runs)
     for each in runs:
         differences = set(checks.exact(each))
-        # which nothing excuses
+        # Complaints that nothing excuses.
         grave = {*checks.covers_every_sample(each), *checks.nothing_held(each)}
         if not order.own or not all("whole batches" in complaint for complaint in differences):
-            # else the same pieces give the same curve: what is left is rounding, which some
-            # training makes larger
+            # Else the same pieces give the same curve: only rounding is left, which some training
+            # makes larger.
             grave |= differences
         excuses = {
             complaint: _excuse(order, each, complaint)
@@ -185,7 +197,10 @@ def judge(runs: list[Run], order: Order) -> list[Run]:
 
 
 def _excuse(order: Order, each: Run, complaint: str) -> str:
-    """Why a complaint is no fault of the training, or "": the scenario was not written for the user's model, or had too few steps."""
+    """Return why a complaint is no fault of the training, or "".
+
+    The scenario was not written for the user's model, or had too few steps.
+    """
     if order.own and each.needs.samples and not complaint.startswith("unexpected error"):
         excused = ["so nothing was shown", "was not measured", "whole batches"]
         if each.end is not None and (each.end.error or "").startswith("MicroBatchFloorError"):
@@ -208,7 +223,7 @@ def _excuse(order: Order, each: Run, complaint: str) -> str:
 
 
 def _too_small(needs: Needs) -> str:
-    """Why smaller micro-batches do not help the user's model, or ""."""
+    """Return why smaller micro-batches do not help the user's model, or ""."""
     depends = (needs.whole - needs.one) / max(1, needs.whole)
     if depends >= FLAT:
         return ""

@@ -1,4 +1,7 @@
-"""What training must come to: hand-written accumulation, without the engine and without a limit; and how far a run is from it."""
+"""References of training: accumulation by hand, without the engine and without a limit.
+
+Also the distance of a run from them.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ from ..streams import start_streams
 from .catalogue import Order
 from .measure import batch_of
 
-# of types with eight or eleven bits: sums in another order differ in the last of them
+# Types with eight or eleven bits: sums in another order differ in the last of them.
 HALF = Rounding(loss=2e-2, weight=5e-2)
-SHAKEN = 30.0  # roundings that a run makes on its way count as so many of the weights at its start
+SHAKEN = 30.0  # roundings of the weights at the start that stand for those made on the way
 
 
 def rounding_of(model: nn.Module) -> tuple[str, Rounding]:
-    """Name of the least precise type among the parameters, and what counts as rounding in it."""
+    """Return the least precise type among the parameters, by name, and its allowed rounding."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     dtype = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float64)
     return str(dtype).removeprefix("torch."), ROUNDING.get(dtype, HALF)
@@ -38,19 +41,22 @@ def rounding_of(model: nn.Module) -> tuple[str, Rounding]:
 
 @dataclass
 class Curve:
-    """What is compared of a training run."""
+    """Figures of a training run that are compared."""
 
-    losses: list[float] = field(default_factory=list)  # of each step
-    norms: list[float] = field(default_factory=list)  # of each step's gradient
-    # of each evaluation: the loss of each of its pieces
+    losses: list[float] = field(default_factory=list)  # loss of each step
+    norms: list[float] = field(default_factory=list)  # norm of each step's gradient
+    # Loss of each piece of each evaluation.
     outputs: list[float] = field(default_factory=list)
-    # after which steps there was an evaluation, and its pieces
+    # Steps after which there was an evaluation, and its pieces.
     evaluated: dict[int, Partition] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers at the end
 
 
 def generators_of(subject: Subject) -> RandomStreams:
-    """All random streams that its loss may draw from, those named in its options among them."""
+    """Return all random streams that the subject's loss may draw from.
+
+    Generators named in its options are among them.
+    """
     return RandomStreams(
         subject.options.get("generators", ()),
         {parameter.device for parameter in subject.model.parameters()},
@@ -63,11 +69,12 @@ def train_by_hand(
     seed: int,
     evaluated: Mapping[int, Partition] | None = None,
 ) -> Curve:
-    """Trains over given partitions; None for the batch whole.
+    """Train over given partitions; None for the batch whole.
 
     After the steps in `evaluated` it is evaluated over the pieces given there.
     """
-    model, optimizer = subject.model, subject.optimizer(subject.model.parameters())
+    model = subject.model
+    optimizer = subject.optimizer(subject.model.parameters())
     device = next(model.parameters()).device
     curve = Curve()
     start_streams(seed + 1)
@@ -91,7 +98,10 @@ def train_by_hand(
 
 @contextlib.contextmanager
 def evaluating(subject: Subject) -> Iterator[Callable[[Any], float]]:
-    """Puts the model in eval mode; gives a function that evaluates a piece: the loss is all that is known of a user's model."""
+    """Put the model in eval mode, and yield a function that evaluates a piece.
+
+    The loss is all that is known of a user's model.
+    """
     modes = [(module, module.training) for module in subject.model.modules()]
 
     def evaluate(piece: Any) -> float:
@@ -108,7 +118,10 @@ def evaluating(subject: Subject) -> Iterator[Callable[[Any], float]]:
 
 
 def norm_of(model: nn.Module) -> float:
-    """The 2-norm of the gradient, parameter by parameter: that takes no memory worth counting."""
+    """Return the 2-norm of the gradient.
+
+    It goes parameter by parameter, which takes no memory worth counting.
+    """
     grads = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     numbers = (
         grad.coalesce().values() if grad.layout is torch.sparse_coo else grad for grad in grads
@@ -117,7 +130,7 @@ def norm_of(model: nn.Module) -> float:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of parameters and buffers, on the host, by name."""
+    """Return copies of parameters and buffers, on the host, by name."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
 
@@ -125,10 +138,11 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 def relative(
     mine: Sequence[float], other: Sequence[float], shaken: Sequence[float] | None = None
 ) -> float:
-    """Largest difference of two curves, relative to the other's values; infinite where lengths differ or one is no number.
+    """Return the largest difference of two curves, relative to the other's values.
 
-    `shaken` is the other after one rounding of the weights at its start: what that has driven apart
-    by then is no difference.
+    It is infinite where lengths differ or one is no number. `shaken` is the other after one
+    rounding of
+    the weights at its start: a distance that this explains is no difference.
     """
     if len(mine) != len(other):
         return math.inf
@@ -143,7 +157,10 @@ def relative(
 
 
 def _off(mine: Tensor, other: Tensor, scale: Tensor) -> Tensor:
-    """Differences of entries: none where training diverges in both, infinite where it does in one."""
+    """Return differences of entries.
+
+    They are 0 where training diverges in both, and infinite where it does in one.
+    """
     same = (mine == other) | (mine.isnan() & other.isnan())
     found = (mine - other).abs() / scale.clamp_min(1e-300)
     return found.masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
@@ -152,7 +169,10 @@ def _off(mine: Tensor, other: Tensor, scale: Tensor) -> Tensor:
 def weight_difference(
     mine: dict[str, Tensor], other: dict[str, Tensor], shaken: dict[str, Tensor] | None = None
 ) -> float:
-    """Largest difference of an entry, relative to the largest entry of its tensor; infinite where one lacks what the other has. See `relative`."""
+    """Return the largest difference of an entry, relative to its tensor's largest entry.
+
+    It is infinite where one lacks a tensor that the other has. See `relative` for `shaken`.
+    """
     if mine.keys() != other.keys() or any(mine[name].shape != other[name].shape for name in mine):
         return math.inf
 
@@ -173,19 +193,23 @@ def weight_difference(
     )
 
 
-# ---------------------------------------------------------------------- a run under stress against it
+# ------------------------------------------------------------------- distance of a run
 
 
 @lru_cache(maxsize=8)
 def separable(model: str, seed: int, device: str) -> bool:
-    """Whether the gradient of a batch is the same whole and in two halves, and draws no random numbers, which other pieces would draw otherwise."""
+    """Return whether the gradient of a batch is the same whole and in two halves.
+
+    It must draw no random numbers, because other pieces would draw others.
+    """
     found = []
     for parts in (1, 2):
         subject = make(model, seed, device)
         view = view_of(subject, batch_of(subject, 0, device))
         start_streams(seed + 1)
         streams = generators_of(subject)
-        before, half = streams.read(hosts=True), view.length // 2
+        before = streams.read(hosts=True)
+        half = view.length // 2
         accumulate(
             subject,
             view,
@@ -211,18 +235,21 @@ def separable(model: str, seed: int, device: str) -> bool:
 
 @lru_cache(maxsize=8)
 def whole(model: str, seed: int, device: str, steps: int) -> Curve:
-    """Training on whole batches."""
+    """Train on whole batches."""
     return train_by_hand(make(model, seed, device), [None] * steps, seed)
 
 
 def compare(order: Order, mine: Curve, partitions: Sequence[Partition]) -> Differences:
-    """Largest differences from training without limits: over the same pieces, and on whole batches where the model is separable."""
+    """Return the largest differences from training without limits.
+
+    Over the same pieces, and on whole batches where the model is separable.
+    """
     what = order.model, order.seed, order.device
     subject = make(*what)
     limits = rounding_of(subject.model)[1]
     other = train_by_hand(subject, partitions, order.seed, mine.evaluated)
     found = _differences(limits, mine, other)
-    # the built-in models in float64 make no rounding larger
+    # The built-in models in float64 make no rounding larger.
     if not within_rounding(found) and (order.own or order.device != "cpu"):
         subject = make(*what)
         _shake(subject.model)
@@ -240,7 +267,7 @@ def compare(order: Order, mine: Curve, partitions: Sequence[Partition]) -> Diffe
 
 
 def within_rounding(found: Differences) -> bool:
-    """Whether rounding explains the differences from the same pieces."""
+    """Return whether rounding explains the differences from the same pieces."""
     return (
         found.loss <= found.tolerance_loss
         and max(found.norm, found.weight, found.outputs or 0.0) <= found.tolerance_weight
@@ -250,7 +277,10 @@ def within_rounding(found: Differences) -> bool:
 def _differences(
     limits: Rounding, mine: Curve, other: Curve, shaken: Curve | None = None
 ) -> Differences:
-    """Less what one rounding of the weights at its start has driven apart in `shaken`, where training makes a rounding larger with each step."""
+    """Return differences, less those that one rounding of the weights at the start makes.
+
+    Some training makes a rounding larger with each step.
+    """
 
     def off(name: str) -> float:
         return relative(
@@ -265,7 +295,10 @@ def _differences(
 
 
 def _shake(model: nn.Module) -> None:
-    """Changes every weight by one rounding, up or down: how far that drives training apart is what rounding explains."""
+    """Change every weight by one rounding, up or down.
+
+    The distance that this drives training apart is explained by rounding.
+    """
     stream = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,7 @@
-"""Runs an order in this process: measures, trains under the script, and compares with a run without limits."""
+"""An order carried out in this process.
+
+Measures, trains under the script, and compares with a run without limits.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,22 @@ from .train import Session
 
 Tell = Callable[[Step], object]
 Meet = Callable[[str, Any], int | None]
-"""Called with the name of a moment and what is known then; returns when both processes have reached it, with the device's size."""
+"""Function of a moment's name and the facts known then.
 
-_known: dict[tuple[object, ...], Needs] = {}  # what was measured in this process
+Returns when both processes have reached it, with the device's size.
+"""
+
+_known: dict[tuple[object, ...], Needs] = {}  # measured in this process
 
 
 def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Run:
-    """Carries an order out.
+    """Carry an order out.
 
-    UsageError where the model cannot be trained like this, or the budget is below it.
+    Raises a UsageError where the model cannot be trained like this, or the budget is below its
+    need.
     """
     began = time.perf_counter()
-    # of two processes on one device, neither moves its limit
+    # Of two processes on one device, neither moves its limit.
     with open_limit(
         order.kind,
         **(
@@ -51,12 +58,10 @@ def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Ru
         if key not in _known:
             _known[key] = measure(memory, make(order.model, order.seed, memory.device), order.steps)
         session = Session(order, memory, room_of(order, _known[key]))
-        gc.collect()  # what was measured with is gone
-        record, curve, largest = (
-            session.record,
-            session.curve,
-            largest_block(order, _known[key], session.subject),
-        )
+        gc.collect()  # the objects of the measurement are gone
+        record = session.record
+        curve = session.curve
+        largest = largest_block(order, _known[key], session.subject)
         size = meet("made", (record.needs, memory.reserved()))
         if size is not None:
             memory.share(size)
@@ -64,14 +69,14 @@ def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Ru
             memory.fragment(largest)
         try:
             curve = session.train(tell)
-        except (Exception, SystemExit) as error:  # that training does not promise
+        except (Exception, SystemExit) as error:  # training promises no others
             record.complaints.append(unexpected(error))
         del session
         record.expandable = memory.expandable()
     meet("trained", None)
     if record.end is not None:
-        if in_child(order.kind):  # which ends here, so nothing has to switch it on again
-            # as while it trained: other kernels round otherwise, and in float32 that adds up
+        if in_child(order.kind):  # this process ends here, so nothing has to switch it on again
+            # As while it trained: other kernels round otherwise, and in float32 that adds up.
             switch_onednn_off()
         _compare(order, curve, record)
     record.seconds = time.perf_counter() - began
@@ -79,11 +84,12 @@ def run(order: Order, tell: Tell, meet: Meet = lambda moment, known: None) -> Ru
 
 
 def room_of(order: Order, needs: Needs) -> Room:
-    """What a share is in bytes.
+    """Return a share in bytes.
 
-    UsageError where the budget is below what the smallest micro-batch takes.
+    Raises a UsageError where the budget is below the smallest micro-batch's need.
     """
-    unit, margin = float(needs.samples), margin_of(order.kind)
+    unit = float(needs.samples)
+    margin = margin_of(order.kind)
     if order.budget is not None:
         unit = float(needs.fits(order.budget * (1 - margin)))
         if unit < needs.sizes[0]:
@@ -97,7 +103,10 @@ def room_of(order: Order, needs: Needs) -> Room:
 
 
 def largest_block(order: Order, needs: Needs, subject: Subject) -> int | None:
-    """Bytes of the largest block where memory is fragmented: a share of the activations, but no parameter, nor a part of a batch there, is larger."""
+    """Return the bytes of the largest block where memory is fragmented.
+
+    It is a share of the activations; no parameter, and no part of a batch on the device, is larger.
+    """
     if order.entry.largest is None:
         return None
     batch = longest_batch(subject, order.steps).batch if in_child(order.kind) else ()
@@ -110,13 +119,16 @@ def largest_block(order: Order, needs: Needs, subject: Subject) -> int | None:
 
 
 def unexpected(error: BaseException) -> str:
-    """A complaint about an error that is not promised, with the place where it was raised."""
+    """Return a complaint about an error that is not promised, with the place that raised it."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"unexpected error: {one_line(error)} ({Path(where.filename).name}:{where.lineno})"
 
 
 def _compare(order: Order, curve: Curve, record: Run) -> None:
-    """Notes the differences on the record, and the user's way out where there are some without a reason in the random numbers."""
+    """Note the differences on the record, and the user's way out.
+
+    The way out is for differences that random numbers do not explain.
+    """
     try:
         record.differences = found = compare(
             order, curve, [step.partition for step in record.steps]

@@ -1,4 +1,7 @@
-"""How much memory there is from step to step: scripts, pure functions of the step, in shares of the batch for which there is room."""
+"""Memory from step to step: scripts, pure functions of the step.
+
+Memory is in shares of the batch for which there is room.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Literal
 from ..limits import ON_GPU
 from ..record import Needs
 
-# What stays free of the room for a share, which the controller would not use: 5 % that it keeps
-# free, and the error of its fits. On a GPU the allocator reserves more than it hands out: blocks of
-# other sizes in its cache, and segments of 20 MiB.
+# Part of a share's room that stays free, because the controller would not use it: it keeps 5 %
+# free, and its fits have an error. On a GPU the allocator reserves more than it hands out: blocks
+# of other sizes in its cache, and segments of 20 MiB.
 MARGIN, ROOMY = 0.08, 0.25
-# steps from one return of memory to the next in `flapping`, and for how many of them it stays
+# Steps from one return of memory to the next in `flapping`, and how many of them it stays.
 FLAP, STAY = 6, 2
 
 When = Literal["before", "forward", "backward"]
@@ -26,38 +29,40 @@ class Supply:
 
     left: float = 1.0  # share of the batch for which there is room next to the co-tenant
     capacity: float = 1.0  # share for which there would be room without the co-tenant
-    # where in the step it becomes so: before it, or in the first forward or backward
+    # Place in the step from which it holds: before it, or the first forward or backward.
     when: When = "before"
-    # there is not even room for the smallest micro-batch, only for half of what it takes
+    # Room for half of the smallest micro-batch's need only.
     starved: bool = False
-    # room for model, gradients, optimizer state, and half of what the optimizer's step takes on top
+    # Room for model, gradients, optimizer state, and half of the optimizer step's own need.
     optimizer: bool = False
 
 
 def margin_of(kind: str) -> float:
-    """What stays free under a kind of limit."""
+    """Return the part that stays free under a kind of limit."""
     return ROOMY if kind in ON_GPU else MARGIN
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a share is in bytes, for one model under one limit."""
+    """Bytes of a share, for one model under one limit."""
 
     needs: Needs
-    # samples that a share of 1 stands for: the batch, or what fits into the budget that the user
-    # gave
+    # Samples in a share of 1: the batch, or as many as fit into the user's budget.
     unit: float
-    copies: int = 1  # how many processes share it
-    margin: float = MARGIN  # what stays free of it
+    copies: int = 1  # processes that share it
+    margin: float = MARGIN  # part of it that stays free
 
     def of(self, share: float) -> int:
-        """Bytes that a share takes, with the controller's margin; one below the smallest micro-batch counts as that."""
+        """Return the bytes that a share takes, with the controller's margin.
+
+        A share below the smallest micro-batch counts as that.
+        """
         return self.copies * round(
             self.needs.at(max(self.needs.sizes[0], share * self.unit)) / (1 - self.margin)
         )
 
     def capacity(self, supply: Supply) -> int:
-        """Bytes for all."""
+        """Return the bytes for all processes."""
         if supply.starved:
             return round(self.needs.at(self.needs.sizes[0] / 2))
         if supply.optimizer:
@@ -65,7 +70,7 @@ class Room:
         return self.of(supply.capacity)
 
     def others(self, supply: Supply) -> int:
-        """Bytes that the co-tenant holds."""
+        """Return the bytes that the co-tenant holds."""
         return (
             0
             if supply.starved or supply.optimizer
@@ -82,7 +87,7 @@ def always(supply: Supply) -> Script:
 
 
 def cliff(step: int, steps: int, seed: int) -> Supply:
-    """A co-tenant takes half in the middle of a backward, and leaves after a third of the steps."""
+    """Take half in the middle of a backward, and leave after a third of the steps."""
     arrival, departure = steps // 4, steps * 7 // 12
     if not arrival <= step < departure:
         return Supply()
@@ -90,14 +95,21 @@ def cliff(step: int, steps: int, seed: int) -> Supply:
 
 
 def sawtooth(step: int, steps: int, seed: int) -> Supply:
-    """Fills up slowly and is let go of at once, three times: a neighbour that leaks and is restarted."""
+    """Fill memory up slowly and let it go at once, three times.
+
+    A neighbour that leaks and is restarted does so.
+    """
     period = max(6, steps // 3)
     return Supply(1.0 - 0.7 * (step % period) / (period - 1))
 
 
 def random_walk(step: int, steps: int, seed: int) -> Supply:
-    """Up and down at random between a sixth and all, moving at a random place of each step."""
-    stream, left = random.Random(seed), 1.0
+    """Move memory up and down at random between a sixth and all.
+
+    It moves at a random place of each step.
+    """
+    stream = random.Random(seed)
+    left = 1.0
     when: When = "before"
     for _ in range(step + 1):
         left = min(1.0, max(1 / 6, left + stream.uniform(-0.3, 0.3)))
@@ -106,12 +118,15 @@ def random_walk(step: int, steps: int, seed: int) -> Supply:
 
 
 def leak(step: int, steps: int, seed: int) -> Supply:
-    """Headroom shrinks from all to an eighth, a little with each step, and never comes back."""
+    """Shrink the room from all to an eighth, a little with each step, and never return it."""
     return Supply(1.0 - 0.875 * step / max(1, steps - 1))
 
 
 def comes_and_goes(step: int, steps: int, seed: int) -> Supply:
-    """A co-tenant takes two thirds for the second and the last but one quarter of the steps, from the middle of a forward on."""
+    """Take two thirds for the second and the last but one quarter of the steps.
+
+    The co-tenant comes in the middle of a forward.
+    """
     quarter = max(1, steps // 4)
     if step // quarter not in {1, 2} or (step // quarter == 2 and step % quarter >= quarter // 2):
         return Supply()
@@ -119,20 +134,23 @@ def comes_and_goes(step: int, steps: int, seed: int) -> Supply:
 
 
 def blind_spot(step: int, steps: int, seed: int) -> Supply:
-    """A co-tenant takes half in the first quarter, and leaves while the sensor is dead; see `dead`."""
+    """Take half in the first quarter, and leave while the sensor is dead; see `dead`."""
     return Supply(0.5) if steps // 8 <= step < steps * 3 // 8 else Supply()
 
 
 def dead(step: int, steps: int) -> bool:
-    """Whether the memory sensor is dead in this step of `blind_spot`: from the first quarter to past the middle."""
+    """Return whether the memory sensor is dead in this step of `blind_spot`.
+
+    It is, from the first quarter to past the middle.
+    """
     return steps // 4 <= step < steps * 5 // 8
 
 
 def flapping(step: int, steps: int, seed: int) -> Supply:
-    """Memory for two fifths, and for all in two steps of every six: less than the patience."""
+    """Give memory for two fifths, and for all in two steps of six: fewer than the patience."""
     return Supply(1.0 if step % FLAP < STAY else 0.4)
 
 
 def starving(step: int, steps: int, seed: int) -> Supply:
-    """Room for all at first, and then not even for one sample."""
+    """Give room for all at first, and then not even for one sample."""
     return Supply() if step < max(1, steps // 2) else Supply(starved=True)

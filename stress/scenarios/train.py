@@ -1,4 +1,7 @@
-"""One training run under a script, which is put into force here: what the user's loop would be, with a record of each step."""
+"""A training run under a script, which moves the memory here.
+
+It is the user's loop, with a record of each step.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ _NAMES: dict[type[events.Event], str] = {
 
 
 class Timeline:
-    """Follows an order's script; `note` gets each move in words.
+    """Follower of an order's script; `note` gets each move in words.
 
     Nothing moves where two share a device, whose size is set once for both.
     """
@@ -61,15 +64,18 @@ class Timeline:
     def __init__(
         self, memory: MemoryLimit, room: Room, order: Order, note: Callable[[str], object]
     ) -> None:
-        self._memory, self._room, self._order, self._note = memory, room, order, note
+        self._memory = memory
+        self._room = room
+        self._order = order
+        self._note = note
         self._pending: Supply | None = None
         self.capacity: int | None = None  # bytes for all, now; None before the first step
         self._held = 0  # bytes that the co-tenant was made to hold
-        # what was left at the lowest in this step, where it moved in its middle
+        # Lowest bytes that were left in this step, where they moved in its middle.
         self.lowest: int | None = None
 
     def begin(self, step: int) -> None:
-        """Applies the step's supply, or keeps it for the step's middle."""
+        """Apply the step's supply, or keep it for the step's middle."""
         self.lowest = None
         supply = self._order.entry.script(step, self._order.steps, self._order.seed)
         if supply.when == "before" or self.capacity is None:
@@ -78,22 +84,23 @@ class Timeline:
             self._pending = supply
 
     def reach(self, when: str = "") -> None:
-        """A place of the step, or its end: applies what is due, if it has not come yet.
+        """Apply a move that is due at this place of the step, or at its end, once.
 
         A piece that runs again comes here again, too.
         """
         supply = self._pending
         if supply is not None and when in {supply.when, ""}:
-            self._pending, before = None, (self.capacity or 0) - self._held
+            self._pending = None
+            before = (self.capacity or 0) - self._held
             self._apply(supply)
             self.lowest = min(before, (self.capacity or 0) - self._held)
 
     def _apply(self, supply: Supply) -> None:
         before = self.capacity, self._held
-        self.capacity, self._held = capacity, held = (
-            self._room.capacity(supply),
-            self._room.others(supply),
-        )
+        capacity = self._room.capacity(supply)
+        held = self._room.others(supply)
+        self.capacity = capacity
+        self._held = held
         if before == (capacity, held) or self._order.entry.together:
             return
         if before[0] != capacity:
@@ -105,7 +112,7 @@ class Timeline:
 
 
 class FailingSensor:
-    """A sensor that can be switched off, as a driver that stops answering does."""
+    """A sensor that can be switched off, as a driver that stops answering is."""
 
     def __init__(self, sensor: MemorySensor) -> None:
         self._sensor = sensor
@@ -122,13 +129,16 @@ class FailingSensor:
 class Session:
     """A model in training under the script of an order.
 
-    What is trained is made here, before there is a limit.
+    The model is made here, before there is a limit.
     """
 
     def __init__(self, order: Order, memory: MemoryLimit, room: Room) -> None:
-        self._order, self._scenario, self._memory = order, order.entry, memory
+        self._order = order
+        self._scenario = order.entry
+        self._memory = memory
         self.subject = make(order.model, order.seed, memory.device)
-        self.model, dtype = self.subject.model, rounding_of(self.subject.model)[0]
+        self.model = self.subject.model
+        dtype = rounding_of(self.subject.model)[0]
         self.record = Run(
             order.scenario,
             order.kind,
@@ -139,7 +149,7 @@ class Session:
             process=order.process,
         )
         self.record.began = time.monotonic()
-        self.curve = Curve()  # what is compared with the reference
+        self.curve = Curve()  # figures that are compared with the reference
         self._streams = generators_of(self.subject)
         self._sensor = (
             FailingSensor(memory.sensor or sensor_for(memory.device)[0])
@@ -157,17 +167,21 @@ class Session:
         self._mbs = ElasticMBS(self.model, on_event=self._hear, **grouped(options))
         self._optimizer = self.subject.optimizer(self.model.parameters())
         self._timeline = Timeline(memory, room, order, functools.partial(self._mark, "move"))
-        # sizes are learned by name
+        # Sizes are learned by name.
         self._loss_fn = functools.update_wrapper(
             functools.partial(self._run_piece), self.subject.loss_fn
         )
         self._path = None if order.folder is None else Path(order.folder, "checkpoint.pt")
-        self._ooms, self._lost = 0, 0.0  # survived in this step, and seconds that they cost
-        # that ended training: its first line, whether all was restored, seconds
+        self._ooms = 0  # errors survived in this step
+        self._lost = 0.0  # seconds that they cost
+        # Error that ended training: its first line, whether all was restored, seconds.
         self._error: tuple[str, bool, float] | None = None
 
     def train(self, tell: Callable[[Step], object]) -> Curve:
-        """Trains to the last step, from a checkpoint where there is one, and lets go of all but the model and the optimizer's state."""
+        """Train to the last step, from a checkpoint where there is one.
+
+        Lets go of all but the model and the optimizer's state.
+        """
         steps = self.record.steps
         self.record.began = time.monotonic()
         start_streams(self._order.seed + 1)
@@ -188,8 +202,9 @@ class Session:
         return self.curve
 
     def _train_step(self, step: int) -> bool:
-        """False where the call has ended by an error."""
-        self._ooms, self._lost = 0, 0.0
+        """Make one step; return False where the call has ended by an error."""
+        self._ooms = 0
+        self._lost = 0.0
         began = self._now()
         self._timeline.begin(step)
         if self._sensor is not None:
@@ -198,7 +213,7 @@ class Session:
         if made is None:
             return False
         every = self._scenario.evaluate
-        # the last step has no batch to follow it
+        # The last step has no batch to follow it.
         if every and step % every == every - 1 and step + 1 < self._order.steps:
             self._evaluate(step)
         made = replace(
@@ -212,8 +227,9 @@ class Session:
         return True
 
     def _call(self, step: int, began: float) -> Step | None:
-        """One batch and the optimizer's step; nothing of it is held afterwards."""
-        batch, timeline = batch_of(self.subject, step), self._timeline
+        """Make one batch's call and the optimizer's step, and hold nothing of them afterwards."""
+        batch = batch_of(self.subject, step)
+        timeline = self._timeline
         self._memory.reset_peak()
         before = self._state() if self._scenario.ends_by_error else None
         called = self._now()
@@ -232,11 +248,9 @@ class Session:
         self._optimizer.zero_grad()
         timeline.reach()
         capacity, others, peak = timeline.capacity, self._memory.others(), self._memory.peak()
-        size, replayed, view = (
-            result.micro_batch_size,
-            result.replayed_samples,
-            view_of(self.subject, batch),
-        )
+        size = result.micro_batch_size
+        replayed = result.replayed_samples
+        view = view_of(self.subject, batch)
         partition, skipped = (
             [list(piece) for piece in pieces] for pieces in (result.partition, result.skipped)
         )
@@ -246,7 +260,10 @@ class Session:
         )
 
     def _run_piece(self, piece: Any) -> Any:
-        """The loss function, with what the script has happen in its forward or in the backward after it."""
+        """Run the loss function.
+
+        The script's moves take place in its forward or in the backward after it.
+        """
         self._timeline.reach("forward")
         loss = self.subject.loss_fn(piece)
         leaf = next(
@@ -275,7 +292,7 @@ class Session:
     # ------------------------------------------------------------------ notes
 
     def _now(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the run began."""
         return time.monotonic() - self.record.began
 
     def _mark(
@@ -301,10 +318,10 @@ class Session:
             self._ooms += isinstance(event, events.OptimizerOutOfMemory)
             self._mark(_NAMES.get(type(event), "error"), event.line())
 
-    # ------------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------------ state that is kept
 
     def _state(self) -> tuple[dict[str, Tensor], list[bool], Streams]:
-        """What an error must leave as it was."""
+        """Return the state that an error must leave as it was."""
         with on_host():
             return (
                 state_of(self.model),
@@ -322,7 +339,10 @@ class Session:
             )
 
     def _save(self) -> None:
-        """After every fourth step. The file is whole at any moment, also while it is written."""
+        """Save a checkpoint, after every fourth step.
+
+        The file is whole at any moment, also while it is written.
+        """
         if self._path is None or len(self.record.steps) % EVERY:
             return
         state = {
@@ -338,19 +358,20 @@ class Session:
         self._mark("checkpoint", f"saved after {len(self.record.steps)} steps")
 
     def _load(self) -> None:
-        """Goes to where the checkpoint was saved, if there is one."""
+        """Go to where the checkpoint was saved, if there is one."""
         if self._path is None or not self._path.exists():
             return
         with on_host():
-            # written by us; the states of numpy's streams hold arrays
+            # We wrote it ourselves; the states of numpy's streams hold arrays.
             state = torch.load(self._path, weights_only=False)
             self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._mbs.load_state_dict(state["elastic_mbs"])
         self._streams.restore(state["streams"])
-        self.curve, saved = state["curve"], state["record"]
+        self.curve = state["curve"]
+        saved = state["record"]
         self.record.steps += saved.steps
         self.record.marks += saved.marks
-        # the curve goes on where it stood
+        # The curve goes on where it stood.
         self.record.began -= saved.steps[-1].at + saved.steps[-1].seconds
         self._mark("resumed", f"resumed at step {len(saved.steps)} from a checkpoint")

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.bench import __main__ as bench
-from tools.bench.compete import compete
-from tools.bench.contenders import Elastic, Planned
-from tools.bench.job import Task
-from tools.bench.models import MODELS
-from tools.bench.rows import fault, idle, settled, whole_run
-from tools.bench.sweep import Sweep
+from benchmarks.bench import __main__ as bench
+from benchmarks.bench.compete import compete
+from benchmarks.bench.contenders import Elastic, Planned
+from benchmarks.bench.job import Task
+from benchmarks.bench.models import MODELS
+from benchmarks.bench.rows import fault, idle, settled, whole_run
+from benchmarks.bench.sweep import Sweep
 
 
-def test_the_whole_run_has_its_figures_and_all_contenders_train_the_same_model(
+def test_all_contenders_of_the_whole_run_train_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_run, "MODELS", {"lstm": MODELS["lstm"]})
@@ -54,7 +54,7 @@ def test_every_other_row_has_a_table(
     )
 
 
-def test_samples_are_counted_as_replayed_where_the_runtime_says_so_and_not_for_a_plan() -> None:
+def test_samples_of_a_plan_do_not_count_as_replayed() -> None:
     make = partial(MODELS["gpt"][0], 12)
     sweep = Sweep(make, 1, most=4)
     limits = [sweep.limit_for(pieces) for pieces in (2, 3, 2, 2)]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import bench_lengths
+from benchmarks.bench_lengths import PADDED, Loops, make_batches, padding
 from elastic_mbs.cli.demo.gpt import GPT, GPTConfig
 from tests.helpers.steps import grads, off_by
-from tools import bench_lengths
-from tools.bench_lengths import PADDED, Loops, make_batches, padding
 
 
 def test_all_loops_give_the_same_gradient() -> None:

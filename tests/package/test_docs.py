@@ -1,4 +1,4 @@
-"""What README and docs say works: their Python runs, their links exist, and every error has its entry."""
+"""README and docs: their Python runs, their links exist, and every error has its entry."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ EXAMPLES = [page for page in PAGES if BLOCK.search(TEXTS[page])]
 
 
 def world() -> dict[str, object]:
-    """The names that the pages take for granted."""
+    """Return the names that the pages take for granted."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(2)]

@@ -20,13 +20,13 @@ def test_an_event_is_one_line_frozen_and_of_numbers_and_strings_only(event: Even
     assert len(event.line().splitlines()) == 1
     assert ("unknown" in event.line()) == (event in UNKNOWN)
     for field in fields(event):
-        # a sink that keeps it keeps no memory alive
+        # A sink that keeps an event keeps no memory alive.
         assert isinstance(getattr(event, field.name), int | float | str | None)
     with pytest.raises(FrozenInstanceError):
         event.name = "another"  # type: ignore[misc]  # the mistake
 
 
-def test_the_line_of_a_failure_says_where_it_was_and_what_happens_next() -> None:
+def test_the_line_of_a_failure_says_where_and_what_happens_next() -> None:
     for part in (
         "backward",
         "16:32",

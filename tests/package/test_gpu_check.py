@@ -20,7 +20,7 @@ from tests.helpers.records import record
 from tests.helpers.room import ROOT
 from tools import figures
 
-LIMIT = 1.25  # told apart from the other waits of a process
+LIMIT = 1.25  # differs from the other waits of a process
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_a_dry_run_leaves_one_json_with_figures(tool: Any, tmp_path: Path) -> No
     assert fragmented["figures"]["fragmentation"]["ooms"] > 0
 
 
-def test_the_stress_tools_record_becomes_figures_and_must_be_of_the_right_segments(
+def test_a_stress_record_must_be_of_the_right_segments(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "stress.json"
@@ -136,9 +136,7 @@ def test_without_the_simulation_it_says_so(
     assert "no compiler" in capsys.readouterr().err
 
 
-def test_all_parts_together_take_less_than_nine_minutes_and_run_every_file_with_a_test_for_a_gpu(
-    tool: Any, tmp_path: Path
-) -> None:
+def test_all_parts_take_nine_minutes_and_run_every_gpu_test(tool: Any, tmp_path: Path) -> None:
     real = tool.parts(tmp_path, "cuda")
     assert [each.name for each in real] == list(tool.NAMES)
     assert sum(each.limit + 2 * tool.GRACE for each in real) < 9 * 60
@@ -160,13 +158,16 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_part_that_runs_over_reports_what_it_has_done_and_is_ended_with_all_that_it_started(
+def test_a_part_that_runs_over_reports_and_ends_its_children(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tests, junit, pid = tmp_path / "test_it.py", tmp_path / "junit.xml", tmp_path / "pid"
 
     class Popen(subprocess.Popen):  # type: ignore[type-arg]  # generic only to the type checker
-        """A part with LIMIT seconds runs over it when its child has said who it is, however long that takes."""
+        """A part with LIMIT seconds, which runs over it when its child has said who it is.
+
+        That may take any time.
+        """
 
         def wait(self, timeout: float | None = None) -> int:
             if timeout != LIMIT:
@@ -177,7 +178,10 @@ def test_a_part_that_runs_over_reports_what_it_has_done_and_is_ended_with_all_th
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
     monkeypatch.setattr(tool, "GRACE", 600.0)
-    child = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(3600)"
+    child = (
+        f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); "
+        "time.sleep(3600)"
+    )
     start = f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(3600)"
     tests.write_text(f"import subprocess, sys, time\ndef test_a(): pass\ndef test_b(): {start}\n")
     command = [
@@ -252,7 +256,10 @@ def test_what_a_test_records_is_a_figure(tool: Any, tmp_path: Path) -> None:
 
 
 def test_what_the_demo_and_the_doctor_print_becomes_figures() -> None:
-    printed = f"step  micro-batch   loss\n   1       3   1.0   1.0\n\n{'time':<22}3.1 s limited\n\nEQUAL within rounding: the run.\n"
+    printed = (
+        f"step  micro-batch   loss\n   1       3   1.0   1.0\n\n{'time':<22}3.1 s "
+        "limited\n\nEQUAL within rounding: the run.\n"
+    )
     assert figures.read_demo(printed) == {
         "time": "3.1 s limited",
         "verdict": "EQUAL within rounding: the run.",

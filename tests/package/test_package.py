@@ -1,4 +1,8 @@
-"""What the package names is there, importing it brings nothing heavy along, and each decision that a caller makes has one base among the errors."""
+"""Names of the package, its imports, and the tree of its errors.
+
+Importing it loads nothing heavy, and each decision that a caller makes has one base among the
+errors.
+"""
 
 import inspect
 import re
@@ -24,8 +28,12 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_importing_the_package_does_not_import_the_compiler() -> None:
-    """An optimizer made at import for its attributes brought torch._dynamo along: a second more, and numpy's stream in every snapshot."""
-    code = "import sys, elastic_mbs; print([name for name in ('torch._dynamo', 'numpy.random', 'matplotlib', 'rich') if name in sys.modules])"
+    # An optimizer made at import for its attributes loaded torch._dynamo: a second more, and
+    # numpy's stream in every snapshot.
+    code = (
+        "import sys, elastic_mbs; print([name for name in ('torch._dynamo', 'numpy.random', "
+        "'matplotlib', 'rich') if name in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
 
@@ -44,7 +52,7 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("error", CLASSES)
-def test_every_error_is_of_one_branch_and_of_the_builtin_that_callers_expect(
+def test_every_error_is_of_one_branch_and_one_builtin(
     error: type[Exception],
 ) -> None:
     builtins = [builtin for branch, builtin in BRANCHES.items() if issubclass(error, branch)]

@@ -1,4 +1,4 @@
-"""tools/papers/papaya.py works: its figures are there, and what it counts is right.
+"""benchmarks/papers/papaya.py works: its figures are there, and what it counts is right.
 
 Speed is not asserted here.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.papers import papaya
+from benchmarks.papers import papaya
 
 
 def test_the_comparison_with_papaya_has_its_figures(

@@ -1,6 +1,6 @@
-"""The tables of the source works are made by one command each.
+"""Tables of the source works, made by one command each.
 
-What they find takes minutes, and is not asserted here.
+Their figures take minutes, and are not asserted here.
 """
 
 import json
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tools.papers import goyal, mbs, smith
-from tools.papers.common import digits
+from benchmarks.papers import goyal, mbs, smith
+from benchmarks.papers.common import digits
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_small_run_prints_its_table_and_writes_figures_and_a_picture(
     assert picture.stat().st_size > 10_000
 
 
-def test_a_batch_that_does_not_fit_is_streamed_as_accurately_as_it_is_trained_whole() -> None:
+def test_a_streamed_batch_is_as_accurate_as_a_whole_one() -> None:
     train, test = digits()
     limit = (mbs.peak(8, train) + mbs.peak(16, train)) // 2
     assert [mbs.fits(samples, limit, train) for samples in (8, 16)] == [True, False]

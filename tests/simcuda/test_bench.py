@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.bench import __main__ as bench
+from benchmarks.bench.device import MemoryFraction, mlp, settle
+from benchmarks.bench.rows import whole_run
 from stress.limits.simcuda import Simulation
-from tools.bench import __main__ as bench
-from tools.bench.device import MemoryFraction, mlp, settle
-from tools.bench.rows import whole_run
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

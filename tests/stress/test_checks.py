@@ -1,4 +1,7 @@
-"""From records that are made up: each assertion of a scenario accepts a good one and rejects one that breaks it; and the stress tool's page."""
+"""Checks of scenarios on records that are made up, and the stress tool's page.
+
+Each check accepts a good record and rejects one that breaks it.
+"""
 
 import math
 import re
@@ -17,7 +20,9 @@ from stress.scenarios.processes import failed, judge
 from tests.helpers.records import NEEDS, SAME, grow, halves, mark, oom, record, small, step
 
 DIFFERENCES = ("loss", "norm", "weight", "outputs", "whole_loss", "whole_weight")
-blind, floor, calm = checks.froze_while_blind, checks.ended_at_the_floor, checks.calm
+blind = checks.froze_while_blind
+floor = checks.ended_at_the_floor
+calm = checks.calm
 went_on = partial(checks.went_on_to, steps=8)
 FLOOR = "MicroBatchFloorError: no"
 LOST, BACK = mark("sensor_lost", 2), mark("sensor_back", 5)
@@ -81,7 +86,7 @@ KILLED, RESUMED = mark("killed", 5), replace(mark("resumed", 4), at=0.5)
         (
             floor,
             record(end=End(1000, 1000, 0, FLOOR, False, 1.0)),
-            "not as at the start of the call",
+            "not as before the call",
         ),
         (floor, record(end=End(1000, 1000, 0, FLOOR, True, 99.0)), "after 99.0 s"),
         (blind, record(marks=[LOST, grow(3), BACK, grow(6)]), "step 3: it grew without a sensor"),
@@ -247,7 +252,7 @@ FEW_PIECES = "there is room for the batch, but it still runs in 8 pieces at the 
         ("unexpected error: OptimizerStepError: it does not fit", FLAT, None),
     ],
 )
-def test_what_a_scenario_cannot_show_on_the_users_model_is_said_and_not_held_against_it(
+def test_a_users_model_that_shows_nothing_is_told_and_not_failed(
     complaint: str, needs: dict[str, Any], unshown: str | None
 ) -> None:
     found = judged("cliff", record(complaints=[complaint], **needs))
@@ -263,7 +268,7 @@ def test_a_process_that_dies_is_a_failed_record_also_of_the_users_model() -> Non
     assert (found.passed, found.complaints) == (False, ["the job was ended by SIGSEGV"])
 
 
-def test_a_batch_that_went_through_whole_is_no_proof_for_one_that_never_fitted() -> None:
+def test_a_batch_that_went_through_whole_is_no_proof() -> None:
     # under the process limit a user's small model ran its whole batch at once, without a failure,
     # and `too_big` said ok
     found = judged("too_big", record([small(0), step(1)]))
@@ -274,7 +279,7 @@ def test_a_batch_that_went_through_whole_is_no_proof_for_one_that_never_fitted()
     assert found.verdict != "ok"
 
 
-def test_in_few_steps_a_growth_that_comes_too_late_is_not_held_against_the_training() -> None:
+def test_a_late_growth_in_few_steps_is_excused() -> None:
     def late(count: int) -> list[Step]:
         return [small(i, peak=4200) for i in range(count)]
 

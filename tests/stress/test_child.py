@@ -18,7 +18,7 @@ needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="no signals t
 needs_shim = pytest.mark.skipif(fences.trouble() is not None, reason="no shim here")
 
 
-def test_messages_arrive_in_order_whatever_the_job_prints_and_it_can_wait_for_an_answer() -> None:
+def test_messages_arrive_in_order_and_a_job_can_wait_for_an_answer() -> None:
     words = ["one", "two ä", "three\nlines"]
     assert [
         message["word"]
@@ -50,7 +50,7 @@ def test_half_a_message_at_the_end_is_none() -> None:
         next(child)
 
 
-def test_an_exit_code_is_no_crash_and_bad_input_in_the_child_is_bad_input_in_the_parent() -> None:
+def test_bad_input_in_the_child_is_bad_input_in_the_parent() -> None:
     with pytest.raises(ChildError, match="exit code 7; its last line: my last words") as error:
         list(run_child("budget", jobs.exit_with, {"code": 7}, deadline=LONG))
     assert error.value.how == "unexpected exit"
@@ -75,9 +75,7 @@ def test_a_hang_ends_at_the_deadline_with_the_stacks(
         assert f"in {job.__name__}" in error.value.last_words
 
 
-def test_a_child_that_never_stops_emitting_is_hung_but_what_one_has_left_can_be_read_later() -> (
-    None
-):
+def test_a_child_that_never_stops_is_hung_and_messages_outlive_a_child() -> None:
     with Child("budget", jobs.count, {"until": 10**9, "pause": 0.0005}, deadline=LONG) as child:
         assert next(iter(child)) == 0
         child._deadline = 0.1
@@ -125,7 +123,7 @@ def test_each_kind_gets_its_environment_and_none_of_another(
     assert file is None or not os.path.exists(file), "gone with the child"
 
 
-def test_another_package_of_the_tools_name_that_comes_first_on_the_path_is_not_imported(
+def test_another_package_of_the_tools_name_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a user's own folder `stress` lay next to the model, and every process of a scenario imported

@@ -1,4 +1,4 @@
-"""`python -m stress`: where it is found, what it prints, what it refuses, and how it ends."""
+"""`python -m stress`: its place, its output, its refusals, and its ends."""
 
 import io
 import json
@@ -156,7 +156,7 @@ def test_a_line_is_rewritten_on_a_terminal_and_written_once_elsewhere(
         assert ("step 1/6" in out.getvalue()) is live
 
 
-# ---------------------------------------------------------------------- what goes wrong on the way
+# ---------------------------------------------------------------------- errors on the way
 
 
 def test_bad_input_that_is_found_late_is_a_failed_record(tmp_path: Path) -> None:
@@ -208,25 +208,23 @@ def test_a_slow_model_gets_a_later_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     assert scenarios.check_models([order])[0].deadline == order.deadline + 20 * 30 * 2
 
 
-# ---------------------------------------------------------------------- the tool is its own, and never somebody else's
+# ---------------------------------------------------------------------- names that others have, too
 
 
 @pytest.mark.parametrize("place", ["a checkout", "inside the package"])
-def test_the_tool_is_its_own_although_another_of_its_name_comes_first_on_the_path(
-    place: str, tmp_path: Path
-) -> None:
+def test_the_tool_wins_over_a_package_of_its_name(place: str, tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     (foreign / "stress").mkdir(parents=True)
     (foreign / "stress" / "__init__.py").write_text(
         "raise AssertionError('this is another distribution')\n"
     )
-    path, tool, command = ROOT, ROOT / "stress", ["elastic_mbs", "stress"]
+    path = ROOT
+    tool = ROOT / "stress"
+    command = ["elastic_mbs", "stress"]
     if place == "inside the package":  # as the wheel has it
-        path, tool, command = (
-            tmp_path / "site",
-            tmp_path / "site" / "elastic_mbs" / "stress",
-            ["elastic_mbs.stress"],
-        )
+        path = tmp_path / "site"
+        tool = tmp_path / "site" / "elastic_mbs" / "stress"
+        command = ["elastic_mbs.stress"]
         skip = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / "elastic_mbs", path / "elastic_mbs", ignore=skip)
         shutil.copytree(ROOT / "stress", tool, ignore=skip)
@@ -260,7 +258,8 @@ def test_another_package_that_was_imported_in_its_place_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     foreign = ModuleType("stress")
-    foreign.__file__, foreign.__path__ = "/elsewhere/stress/__init__.py", ["/elsewhere/stress"]
+    foreign.__file__ = "/elsewhere/stress/__init__.py"
+    foreign.__path__ = ["/elsewhere/stress"]
     monkeypatch.setitem(sys.modules, "stress", foreign)
     assert command.main(["stress", "--help"]) == 2
     error = capsys.readouterr().err

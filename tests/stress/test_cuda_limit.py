@@ -1,4 +1,4 @@
-"""The limit of a GPU: in numbers on a card that is made up, and in the real thing where there is one."""
+"""The limit of a GPU: in numbers on a card that is made up, and on a real one where it is there."""
 
 import pytest
 import torch
@@ -11,17 +11,15 @@ MEBI = 1 << 20
 
 
 class Card:
-    """A device of CUDA as far as torch is asked."""
+    """A device of CUDA as far as torch asks for one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int = 1000 * MEBI) -> None:
-        self.total, self.free, self.ours, self.fraction, self.ooms, self.told = (
-            1000 * MEBI,
-            free,
-            0,
-            1.0,
-            2,
-            [0],
-        )
+        self.total = 1000 * MEBI
+        self.free = free
+        self.ours = 0
+        self.fraction = 1.0
+        self.ooms = 2
+        self.told = [0]
         for name, answer in {
             "is_available": lambda: True,
             "init": lambda: None,

@@ -1,4 +1,7 @@
-"""The preloaded library and the file that its processes share: counts, refusals, deaths, a co-tenant. Processes here load no torch but that one."""
+"""The preloaded library and the file that its processes share.
+
+Counts, refusals, deaths, a co-tenant. The scripts in its processes load no torch.
+"""
 
 import os
 import signal
@@ -86,10 +89,10 @@ def test_only_large_aligned_blocks_count(fence: Fence) -> None:
     run(
         fence,
         """
-        assert take(8191) and take(1 << 20, 32) and libc.malloc(1 << 20), "nothing that counts, so nothing that fails"
+        assert take(8191) and take(1 << 20, 32) and libc.malloc(1 << 20), "too small to fail"
         assert own()["live"] == 0
         assert take(8192) is None
-        assert libc.posix_memalign(ctypes.byref(ctypes.c_void_p()), 48, 1 << 20) == 22, "EINVAL, as ever"
+        assert libc.posix_memalign(ctypes.byref(ctypes.c_void_p()), 48, 1 << 20) == 22, "EINVAL"
         libc.free(None)
         assert own() == {"live": 0, "peak": 0, "failures": 1}
         """,
@@ -147,7 +150,7 @@ def test_the_bytes_of_a_killed_process_come_back(fence: Fence, reaped: bool) -> 
 
 
 def test_a_process_killed_at_any_instruction_leaves_a_device_that_works(fence: Fence) -> None:
-    # most of their time is spent with the lock held, or between the reservation and the block
+    # Most of their time is spent with the lock held, or between the reservation and the block.
     fence.budget = 64 * MEBI
     for _ in range(12):
         pair = [
@@ -192,6 +195,14 @@ def test_a_machine_without_the_library_says_why(
     assert f"this is {system} {libc}".rstrip() in str(fences.trouble())
 
 
+def test_without_its_source_the_shim_names_the_way_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fences, "SOURCE", tmp_path / "fence.c")
+    with pytest.raises(UsageError, match="pip download --no-deps --no-binary elastic-mbs"):
+        fences.library.__wrapped__()
+
+
 def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,7 +223,10 @@ def test_a_neighbour_takes_what_is_free_and_the_rest_when_it_is(
 
 
 def test_a_neighbour_ends_with_its_parent() -> None:
-    code = "from stress.limits.neighbour import Neighbour\nprint(Neighbour('cpu').__enter__().pid, flush=True)\nimport time; time.sleep(600)"
+    code = (
+        "from stress.limits.neighbour import Neighbour\nprint(Neighbour('cpu').__enter__().pid, "
+        "flush=True)\nimport time; time.sleep(600)"
+    )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=Path(fences.__file__).parents[2],

@@ -1,4 +1,4 @@
-"""The hammer: it strikes where it is told to, survives what is right, tells what is wrong, and repeats it."""
+"""The hammer: it strikes where told, passes right outcomes, names wrong ones, and repeats them."""
 
 import json
 import re
@@ -40,15 +40,16 @@ def run(*arguments: str) -> int:
 
 @contextmanager
 def same_process() -> Iterator[None]:
-    """Threads and random streams stay as they are."""
-    threads, streams = torch.get_num_threads(), Streams.now()
+    """Keep threads and random streams as they are."""
+    threads = torch.get_num_threads()
+    streams = Streams.now()
     yield
     torch.set_num_threads(threads)
     streams.restore()
 
 
 def struck(model: str, *, failures: int, seed: int = 0, steps: int = 60) -> Counts:
-    """One round in this process, on counted tensors."""
+    """Run one round in this process, on counted tensors."""
     found: list[dict[str, Any]] = []
     with same_process():
         hammer(found.append, kind="budget", model=model, seed=seed, failures=failures, steps=steps)
@@ -57,7 +58,7 @@ def struck(model: str, *, failures: int, seed: int = 0, steps: int = 60) -> Coun
     return counts
 
 
-def test_memory_moves_before_the_operation_that_is_named_and_is_free_after_the_block() -> None:
+def test_memory_moves_before_its_operation_and_is_free_after_the_block() -> None:
     limits: list[int | None] = []
     with BudgetLimit() as world:
         kept = torch.ones(1024)
@@ -162,7 +163,7 @@ def test_a_planted_bug_is_told(bug: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Result(float):
-    """What a call has told: a loss over one piece."""
+    """The result of a call: a loss over one piece."""
 
     partition = ((0, small_models.SAMPLES),)
     skipped = ()
@@ -170,7 +171,7 @@ class Result(float):
 
 @pytest.fixture
 def at_rest() -> Iterator[Training]:
-    """A round of the branched model before its first step, with the twin as the model is."""
+    """Yield a round of the branched model before its first step, with the twin like the model."""
     with same_process(), BudgetLimit() as world:
         found = Training(world, BRANCHED, 0)
         found.prepare()
@@ -200,7 +201,8 @@ def test_a_refused_call_that_has_left_anything_changed_is_told(
 
 
 def test_a_wrong_loss_is_told(at_rest: Training) -> None:
-    start, real = at_rest.state(), at_rest.real
+    start = at_rest.state()
+    real = at_rest.real
     loss = accumulate(real, view_of(real, real.batch(0)), Result.partition) + 1
     with pytest.raises(WrongOutcomeError, match="the loss is"):
         at_rest.check(0, cast("StepResult", Result(loss)), start, "step 0: ")
@@ -244,10 +246,14 @@ def test_real_allocators_fail_in_a_process_of_its_own(
 
 
 class Rounds(list[dict[str, Any]]):
-    """Stands for `run_child`: each round makes ten failures; then the second of them, or all, end in an error."""
+    """Stand-in for `run_child`: each round makes ten failures.
+
+    Then the second round, or each, ends in an error.
+    """
 
     def __init__(self, error: Exception, *, always: bool = False) -> None:
-        self.error, self.always = error, always
+        self.error = error
+        self.always = always
 
     def __call__(
         self, kind: str, job: Any, arguments: dict[str, Any], *, deadline: float
@@ -279,7 +285,7 @@ ENDINGS = [
 @pytest.mark.parametrize(
     ("error", "code", "told"), ENDINGS, ids=["hang", "crash", "error", "wrong"]
 )
-def test_a_round_that_ends_badly_is_told_with_the_command_that_repeats_it_and_the_run_goes_on(
+def test_a_bad_round_names_its_command_and_the_run_goes_on(
     error: Exception,
     code: int,
     told: str,

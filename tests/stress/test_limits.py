@@ -1,4 +1,8 @@
-"""The memory limits: the limit strikes where it is told to, recovery is exact, the co-tenant comes and goes, and nothing is left behind."""
+"""The memory limits.
+
+A limit strikes where told, recovery is exact, the co-tenant comes and goes, and nothing is left
+behind.
+"""
 
 import functools
 import sys
@@ -44,7 +48,7 @@ needs_rlimit = pytest.mark.skipif(available("rlimit") is not None, reason=str(av
 
 @functools.cache
 def told(kind: str) -> dict[str, dict[str, Any]]:
-    """What one training run in a limit of this kind says, by topic."""
+    """Return the messages of one training run under a limit of this kind, by topic."""
     messages: list[dict[str, Any]] = []
     if in_child(kind):
         messages += run_child(kind, limit_jobs.train, {"kind": kind}, deadline=LONG)
@@ -54,7 +58,10 @@ def told(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def slack(kind: str) -> int:
-    """What a process limit counts beside tensors; and a few numbers that a runtime remembers, which are tensors."""
+    """Return the bytes that a limit counts beside tensors.
+
+    A process limit counts others, and a runtime remembers a few numbers, which are tensors.
+    """
     return 2 * MEBI if kind == "rlimit" else 256
 
 
@@ -152,13 +159,13 @@ def test_the_budget_is_what_the_co_tenant_leaves_and_never_negative() -> None:
         assert memory.peak() == memory.live() == 3 * MEBI == len(kept)
 
 
-def test_in_a_fragmented_budget_single_large_blocks_fail_while_memory_is_free() -> None:
+def test_large_blocks_fail_in_a_fragmented_budget() -> None:
     with BudgetLimit() as memory:
         before = torch.zeros(2 * MEBI, dtype=torch.uint8)
         memory.resize(64 * MEBI)
         memory.fragment(MEBI)
         small = [torch.zeros(MEBI, dtype=torch.uint8) for _ in range(8)]
-        before.add_(1)[MEBI:].view(2, -1)  # what is there already may be used
+        before.add_(1)[MEBI:].view(2, -1)  # existing memory may be used
         assert torch.eye(8).to_sparse().sum() == 8, "what has no storage is let through"
         with pytest.raises(
             torch.OutOfMemoryError, match=r"Tried to allocate 1\.0 MiB, in blocks of 1\.0 MiB"

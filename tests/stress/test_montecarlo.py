@@ -1,4 +1,4 @@
-"""The Monte Carlo run: its cases are right by themselves, it can fail, and what fails can be repeated."""
+"""The Monte Carlo run: its cases are right, it can fail, and its failures can be repeated."""
 
 import json
 import random
@@ -187,7 +187,7 @@ PLANTED: dict[str, tuple[Any, str, Any, Plan]] = {
 }
 
 
-def test_branches_leave_pieces_partly_committed_and_cases_with_them_are_common() -> None:
+def test_cases_with_partly_committed_pieces_are_common() -> None:
     assert run_trial(BRANCHED).partial == 1
     plans = [draw(case_seed(1, number)) for number in range(300)]
     assert sum(bool(plan.branches and plan.faults) for plan in plans) > 60
@@ -241,7 +241,7 @@ def test_an_error_of_another_kind_has_an_exit_code_of_its_own(
     assert "raised in " in told
 
 
-def test_a_hang_ends_the_process_with_its_own_code_and_the_stack_of_what_hangs() -> None:
+def test_a_hang_ends_the_process_with_its_code_and_the_stacks() -> None:
     code = """
 import sys, time
 from elastic_mbs.batch.schedule import Schedule
@@ -283,7 +283,7 @@ def test_shrinking_keeps_what_makes_a_case_fail_and_nothing_else() -> None:
     assert shrink(plan, lambda _: True, seconds=0) == plan
 
 
-def test_a_bounded_run_passes_writes_its_figures_and_meets_every_mode_of_replay(
+def test_a_bounded_run_passes_and_meets_every_mode_of_replay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "figures.json"
@@ -324,7 +324,8 @@ def test_a_minute_bound_ends_the_run_early(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_zeros_of_samples_that_do_not_count_are_no_wrong_gradient() -> None:
-    """An expert that only such samples reach has none where they are skipped, and zeros where a failed attempt had them beside others."""
+    # An expert that only such samples reach has no gradient where they are skipped, and zeros where
+    # a failed attempt had them beside others.
     case = {
         "seed": 681276007,
         "layers": ["experts", "tied"],
@@ -337,9 +338,7 @@ def test_zeros_of_samples_that_do_not_count_are_no_wrong_gradient() -> None:
     assert run("--case", json.dumps({**case, "faults": [{"at": 0.7677}]})) == 0
 
 
-def test_errors_are_relative_to_each_leaf_and_infinite_where_one_side_has_nothing_or_nonsense() -> (
-    None
-):
+def test_errors_are_relative_to_each_leaf_and_infinite_for_nonsense() -> None:
     one, two = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1])
     assert error_of([one, None], [one, None]) == 0
     assert error_of([two], [one]) == pytest.approx(0.05, rel=1e-5)

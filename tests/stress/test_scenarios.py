@@ -1,4 +1,7 @@
-"""The scenarios of the stress tool: scripts are pure, a few runs hold every assertion, and planted faults are found."""
+"""The scenarios of the stress tool.
+
+Scripts are pure, a few runs hold every check, and planted faults are found.
+"""
 
 import json
 import math
@@ -28,7 +31,8 @@ from tests.helpers.records import NEEDS, SAME, mark, record, step
 @pytest.mark.parametrize("name", list(SCENARIOS))
 @pytest.mark.parametrize("steps", [6, 18, 200])
 def test_a_script_is_a_pure_function_of_the_step(name: str, steps: int) -> None:
-    script, room = SCENARIOS[name].script, Room(NEEDS, 32)
+    script = SCENARIOS[name].script
+    room = Room(NEEDS, 32)
     found = [script(i, steps, 3) for i in range(steps)]
     assert found == [script(i, steps, 3) for i in range(steps)]
     for each in found:
@@ -47,7 +51,7 @@ def test_needs_are_a_line_between_measured_sizes() -> None:
 # ---------------------------------------------------------------------- records
 
 
-def test_a_record_is_written_whole_and_numbers_that_json_does_not_have_as_words(
+def test_a_record_is_written_whole_and_nan_as_a_word(
     tmp_path: Path,
 ) -> None:
     left_out = step(0, partition=[[0, 8], [16, 32]], skipped=[[8, 16]], lowest=5)
@@ -86,8 +90,9 @@ def test_a_curve_that_diverges_in_the_same_way_is_the_same_curve() -> None:
     )
 
 
-def test_training_that_makes_roundings_larger_is_compared_by_the_effect_of_one_rounding() -> None:
-    whole, shaken = [1.0, 1.0, 1.0, 1.0], [1.0, 1.0 + 1e-7, 1.0 + 1e-4, 1.0]
+def test_training_that_grows_roundings_is_compared_by_one_rounding() -> None:
+    whole = [1.0, 1.0, 1.0, 1.0]
+    shaken = [1.0, 1.0 + 1e-7, 1.0 + 1e-4, 1.0]
     assert relative([1.0, 1.0 + 1e-7, 1.0 + 1e-3, 1.0 + 1e-3], whole, shaken) == 0.0, (
         "it stays apart"
     )

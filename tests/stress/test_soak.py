@@ -1,4 +1,4 @@
-"""The soak: its judgement tells what leaks from what does not, and a short run of it passes."""
+"""The soak: it tells leaks from noise, and a short run of it passes."""
 
 import json
 import random
@@ -39,8 +39,9 @@ def run(*arguments: str) -> int:
 
 
 def noisy(name: str, per_sample: float, noise: float, seed: int = 0) -> list[Sample]:
-    """A run in which one figure rises by so much a sample, under noise and with a few outliers."""
-    rng, samples = random.Random(seed), []
+    """Return a run in which one figure rises by `per_sample`, with noise and a few outliers."""
+    rng = random.Random(seed)
+    samples = []
     for i in range(COUNT):
         value = (
             getattr(FLAT, name)
@@ -95,7 +96,7 @@ def test_too_few_samples_are_no_verdict() -> None:
     assert "too few" in complaints([FLAT] * 15)[0]
 
 
-def test_a_gradient_that_depends_on_a_buffer_is_checked_from_the_buffer_that_the_step_began_with(
+def test_a_gradient_is_checked_from_the_buffers_of_its_steps_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # samples enough for the gradients, if not for a verdict on their trend

@@ -1,4 +1,7 @@
-"""What users bring to the stress tool: files with neighbours, loaders, losses that draw, batches of one; each is run, or refused in one line."""
+"""Files of users in the stress tool: neighbours, loaders, losses that draw, batches of one.
+
+Each is run, or refused in one line.
+"""
 
 import json
 import sys
@@ -20,7 +23,10 @@ from stress.scenarios.processes import perform
 
 Write = Callable[..., str]
 
-HEAD = "import random\nimport sys\nimport torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
+HEAD = (
+    "import random\nimport sys\nimport torch\nfrom torch import nn\nfrom torch.nn import "
+    "functional as F\n"
+)
 NET = "nn.Sequential(nn.Linear(8, 2048), nn.Tanh(), nn.Linear(2048, 4)).double()"
 DATA = "[(torch.randn(16, 8).double(), torch.randint(0, 4, (16,))) for _ in range(3)]"
 SQUARE = "lambda b: m(b).square().mean()"
@@ -28,8 +34,12 @@ SQUARE = "lambda b: m(b).square().mean()"
 
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Write]:
-    """Writes a file of the user's and gives its factory's name; what it has changed of the interpreter's path is put back."""
-    path, known = list(sys.path), set(sys.modules)
+    """Write a user's file and return its factory's name.
+
+    Its changes of the interpreter's path are undone.
+    """
+    path = list(sys.path)
+    known = set(sys.modules)
 
     def put(body: str, name: str = "mine.py") -> str:
         file = tmp_path / name
@@ -65,7 +75,7 @@ def perform_one(scenario: str, model: str, steps: int, kind: str = "budget") -> 
 # ---------------------------------------------------------------------- files and factories
 
 
-def test_a_file_imports_its_neighbours_plainly_and_relatively_and_another_of_its_name_is_another(
+def test_a_file_imports_its_neighbours_and_is_told_from_its_namesake(
     write: Write,
 ) -> None:
     write("WIDTH = 3\n", "neighbour_of_mine.py")
@@ -222,7 +232,7 @@ def test_batches_come_from_whatever_gives_them(batches: str, write: Write) -> No
     )
 
 
-def test_a_batch_that_is_drawn_is_the_same_whenever_it_is_asked_for_and_leaves_the_streams_alone(
+def test_a_drawn_batch_is_always_the_same_and_leaves_the_streams_alone(
     write: Write,
 ) -> None:
     subject = make(
@@ -235,7 +245,7 @@ def test_a_batch_that_is_drawn_is_the_same_whenever_it_is_asked_for_and_leaves_t
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# ---------------------------------------------------------------------- random numbers and comparison
+# ---------------------------------------------------------------------- random numbers
 
 
 @pytest.mark.parametrize(
@@ -267,7 +277,10 @@ def test_a_generator_of_its_own_has_to_be_named_and_then_is_put_back(
     write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     noise = "torch.randn(b[0].shape, generator=g, dtype=torch.float64)"
-    own = f"def make():\n    m, g = {NET}, torch.Generator().manual_seed(3)\n    return m, lambda b: F.cross_entropy(m(b[0] + {noise}), b[1]), {DATA}"
+    own = (
+        f"def make():\n    m, g = {NET}, torch.Generator().manual_seed(3)\n    return m, lambda "
+        f"b: F.cross_entropy(m(b[0] + {noise}), b[1]), {DATA}"
+    )
     assert run("--scenario", "eval_between", model=write(own)) == 2
     assert (
         'which has to be named (a dict of options as the factory\'s last entry, {"generators": '
@@ -288,7 +301,7 @@ def test_a_generator_of_its_own_has_to_be_named_and_then_is_put_back(
     assert "2 of 2 passed" in capsys.readouterr().out
 
 
-def test_samples_that_depend_on_each_other_are_told_the_option_that_makes_them_exact(
+def test_samples_that_depend_on_each_other_are_told_the_option(
     write: Write,
 ) -> None:
     loss = "lambda b: m(b[0]).mean().square()"
@@ -301,7 +314,7 @@ def test_samples_that_depend_on_each_other_are_told_the_option_that_makes_them_e
     ).passed
 
 
-def test_a_curve_that_rounding_drives_apart_is_no_failure_and_a_lost_sample_is(
+def test_a_curve_apart_by_rounding_passes_and_a_lost_sample_fails(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # in float32 a loss that falls to nothing was called wrong by its own roundings
@@ -328,7 +341,10 @@ def test_a_curve_that_rounding_drives_apart_is_no_failure_and_a_lost_sample_is(
 def test_an_evaluation_is_compared_whatever_the_model_gives(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = f"type('Model', (nn.Module,), {{'forward': lambda self, x: self.inner(x).t()}})()\n    m.inner = {NET}"
+    model = (
+        f"type('Model', (nn.Module,), {{'forward': lambda self, x: self.inner(x).t()}})()\n    "
+        f"m.inner = {NET}"
+    )
     mine = write(returning(model, "lambda b: F.cross_entropy(m(b[0]).t(), b[1])"))
     plain = perform_one("eval_between", mine, 18)
     assert (plain.verdict, plain.differences.whole_loss is None) == ("ok", False)
@@ -364,7 +380,10 @@ def test_an_evaluation_is_compared_whatever_the_model_gives(
 def test_an_error_in_one_scenario_leaves_the_records_of_the_others(
     what: str, said: str, write: Write, tmp_path: Path
 ) -> None:
-    late = f"calls = []\ndef loss(m, b):\n    calls.append(1)\n    if len(calls) > 20:\n        {what}\n    return F.cross_entropy(m(b[0]), b[1])\n"
+    late = (
+        "calls = []\ndef loss(m, b):\n    calls.append(1)\n    if len(calls) > 20:\n        "
+        f"{what}\n    return F.cross_entropy(m(b[0]), b[1])\n"
+    )
     out, page = tmp_path / "found.json", tmp_path / "found.html"
     arguments = [
         "--scenario",
@@ -408,7 +427,10 @@ def test_the_model_is_made_before_memory_is_broken_up(write: Write) -> None:
 def test_an_odd_batch_in_twos_has_room_for_the_three_that_are_left(write: Write) -> None:
     # BatchNorm needs two samples, and nine of them in twos are 3, 2, 2, 2: with room for two the
     # leak ended in the floor error
-    norm = "nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))"
+    norm = (
+        "nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), "
+        "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))"
+    )
     model = write(returning(norm, SQUARE, "[torch.randn(9, 3, 24, 24) for _ in range(3)]"))
     assert least(make(model, 0), 4) == 3
     with BudgetLimit() as memory:
@@ -456,12 +478,15 @@ def test_a_batch_of_one_sample_goes_through_or_ends_in_the_floor_error(
     assert "0 wrong" in told
 
 
-def test_a_step_on_a_device_that_is_the_host_has_room_for_the_guards_copies(write: Write) -> None:
+def test_a_step_on_the_host_has_room_for_the_guards_copies(write: Write) -> None:
     # a model with more weights than activations ended in an error of the optimizer's step wherever
     # the host is the device
     if available("shim") is not None:
         pytest.skip(str(available("shim")))
-    layers = "nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 64), nn.Tanh(), nn.Linear(64, 4))"
+    layers = (
+        "nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 64), nn.Tanh(), "
+        "nn.Linear(64, 4))"
+    )
     found = perform_one(
         "too_big", write(returning(layers, batches=DATA.replace(".double()", ""))), 12, "shim"
     )

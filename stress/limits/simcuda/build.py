@@ -22,6 +22,8 @@ from typing import NoReturn
 
 from elastic_mbs.errors import UsageError
 
+from .. import sources
+
 HERE = Path(__file__).parent
 RUNTIME, OPERATIONS = "libcudart.so.13", "libsimcuda_operations.so"
 NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")  # under which the runtime is looked for, too
@@ -73,7 +75,7 @@ def trouble() -> str | None:
             f"the simulated CUDA needs a C++ compiler, and there is no {_compiler()[0]!r}: install "
             "one (apt install g++), or name yours in CXX"
         )
-    return None
+    return sources.missing(HERE / "runtime", "the simulated CUDA")
 
 
 def trouble_here() -> str | None:
@@ -123,14 +125,12 @@ def built() -> Path:
     problem = trouble()
     if problem is not None:
         raise UsageError(problem)
-    # named, because a wildcard would also find Python's own cache, which changes by itself
-    sources = sorted((*HERE.glob("runtime/*"), *HERE.glob("torch_ops/*")))
     key = hashlib.sha256(
         b"\0".join(
             [
                 _torch().as_posix().encode(),
                 importlib.metadata.version("torch").encode(),
-                *(p.read_bytes() for p in sources),
+                *(path.read_bytes() for path in sorted(HERE.glob("*/*.*"))),
             ]
         )
     )

@@ -1,0 +1,1 @@
+"""Benchmarks against loops by hand and against peers: `python -m benchmarks.bench`."""

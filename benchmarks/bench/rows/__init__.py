@@ -1,0 +1,1 @@
+"""Measurements: each module has `rows`, which measures, and `text`, which makes a table."""

@@ -1,0 +1,1 @@
+"""Tables of the source works on small real data, one command each."""

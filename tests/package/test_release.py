@@ -1,0 +1,67 @@
+"""Agreement of published files: versions, classifiers and the matrix of the tests."""
+
+import inspect
+import re
+import tomllib
+from typing import Any
+
+import yaml
+
+import elastic_mbs
+from tests.helpers.room import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def read_yaml(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_one_version_everywhere() -> None:
+    assert read_yaml("CITATION.cff")["version"] == elastic_mbs.__version__
+    entry = re.search(r"^## .*?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert entry
+    assert entry[1] == elastic_mbs.__version__
+
+
+def test_the_tests_run_on_what_the_classifiers_name() -> None:
+    matrix = read_yaml(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]
+    named = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if ":: 3." in each]
+    assert matrix["python"] == named
+    assert PROJECT["requires-python"] == f">={named[0]}"
+    oldest = next(need for need in PROJECT["dependencies"] if need.startswith("torch"))
+    assert matrix["torch"] == [f"torch=={oldest.removeprefix('torch>=')}.*", "torch"]
+
+
+def test_the_checks_are_parts_of_ci() -> None:
+    jobs = read_yaml(".github/workflows/tests.yml")["jobs"]
+    parts = re.findall(r'^  "(\w+) ', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert {*jobs["checks"]["strategy"]["matrix"]["part"], "docs", "test"} == {*parts}
+
+
+def test_what_is_published_needs_no_tools() -> None:
+    assert {"dev", "docs", "test"} & {*PROJECT["optional-dependencies"]} == set()
+
+
+def frozen(what: str) -> str:
+    """Return the text of one point of the list of frozen names, by its first words."""
+    text = (ROOT / "SECURITY.md").read_text()
+    points = text.partition("### Frozen")[2].partition("###")[0].split("\n- ")
+    return next(point for point in points if point.startswith(what))
+
+
+def test_frozen_methods_have_their_parameters() -> None:
+    methods = re.findall(r"`(\w+)\(([^)`]*)\)`", frozen("`ElasticMBS`"))
+    assert len(methods) == 10
+    for name, parameters in methods:
+        there = inspect.signature(getattr(elastic_mbs.ElasticMBS, name)).parameters
+        assert set(re.findall(r"\w+", parameters)) <= {*there}, name
+
+
+def test_frozen_names_are_there() -> None:
+    attributes = re.findall(r"`(\w+)`", frozen("`ElasticMBS`"))[1:]
+    assert attributes == ["size_models", "stats", "headroom"]
+    assert [name for name in attributes if not hasattr(elastic_mbs.ElasticMBS, name)] == []
+    names = re.findall(r"`(\w+)`", frozen("`elastic_step`") + frozen("the options"))
+    assert len(names) == 9
+    assert [name for name in names if not hasattr(elastic_mbs, name)] == []

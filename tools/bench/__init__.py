@@ -1,1 +1,0 @@
-"""Benchmarks of elastic_mbs against loops written by hand and against its peers: `python -m tools.bench`."""

@@ -1,1 +1,0 @@
-"""What is measured: each module has `rows`, which measures, and `text`, which makes a table."""

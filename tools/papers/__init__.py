@@ -1,1 +1,0 @@
-"""The tables of the source works on small real data, one command each."""
