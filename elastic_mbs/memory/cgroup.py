@@ -4,7 +4,7 @@
 which group on. Each of the nested groups limits the sum of what it contains, so the one with the
 least left counts. What lies above a container's mount is out of sight (version 1 still shows the
 tightest limit of all). Page cache counts as available, since the kernel drops it before it kills,
-except for what is mapped (shared/reference/cpu_memory.md, "RLIMIT fence").
+except for what is mapped (docs/internals/memory-counting.md#process-limit).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ written to and no page is left. RLIMIT_DATA limits the addresses themselves: bey
 allocator raises, and the piece is replayed in halves. The limit is what the cgroup has, less others
 and a margin, and not what is free now on top of what is mapped: what the heap has handed back to
 the kernel is still mapped and can be written to again without a request
-(shared/reference/cpu_memory.md, "RLIMIT fence").
+(docs/internals/memory-counting.md#process-limit).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ _MISTAKES += (ValueError, Warning)
 
 
 class Kind(enum.Enum):
-    """What sort of error it was, and so what may be done about it (`reference/errors.md`), in order of the caution it asks for."""
+    """What sort of error it was, and so what may be done about it (`docs/internals/errors.md`), in order of the caution it asks for."""
 
     # a device's caching allocator refused a request, synchronously: shrink and replay
     ALLOCATOR = "allocator"

@@ -1,4 +1,4 @@
-"""What out-of-memory errors, and errors that look like them, say: regular expressions for each table of `reference/errors.md`.
+"""What out-of-memory errors, and errors that look like them, say: regular expressions for each table of `docs/internals/errors.md`.
 
 A sentence ("CUDA out of memory. …") must open the text, so that a user's "cache is out of memory
 slots" is none. A status code (`CUBLAS_STATUS_ALLOC_FAILED`) must open it or follow a colon, a

@@ -17,7 +17,7 @@ BATCH = 64
 PATIENCE = Policy().patience * (1 + Policy().jitter)
 
 
-def bert(x: int) -> int:  # BERT-Large of `reference/papers.md`, in MB
+def bert(x: int) -> int:  # BERT-Large as PAPAYA measured it, in MB
     return 5260 + 209 * x
 
 

@@ -63,6 +63,29 @@ def test_every_file_that_is_linked_or_named_exists() -> None:
     assert [places[0] for places in paths if not any(place.exists() for place in places)] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as mkdocs makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text.lower()).strip()) for text in headings}
+
+
+def test_every_page_that_code_refers_to_has_the_section() -> None:
+    sources = [
+        source
+        for folder in ("elastic_mbs", "stress", "tests")
+        for source in (ROOT / folder).rglob("*.py")
+    ]
+    broken = [
+        (source.name, page, anchor)
+        for source in sources
+        for page, anchor in re.findall(
+            r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?", source.read_text(encoding="utf-8")
+        )
+        if not (ROOT / page).exists() or (anchor and anchor not in anchors(ROOT / page))
+    ]
+    assert broken == []
+
+
 def test_the_readme_is_read_in_a_few_minutes() -> None:
     lines = TEXTS[README].splitlines()
     assert len(lines) <= 120
