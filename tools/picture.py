@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws a run log as the picture of the README: memory, micro-batch and loss over time.
+"""Draw a run log as the picture of the README: memory, micro-batch and loss over time.
 
 elastic-mbs demo && python tools/picture.py elastic_mbs_demo.jsonl docs/pictures/demo.svg
 """
@@ -17,7 +17,7 @@ MEBI = 2**20
 
 
 def draw(log: Path, out: Path) -> None:
-    """Draws the only run of `log`."""
+    """Draw the only run of `log`."""
     records = [json.loads(line) for line in log.read_text().splitlines()]
     calls = [record for record in records if record.get("event") == "CallDone"]
     ooms = [record["t"] for record in records if record.get("event") == "OutOfMemory"]
