@@ -44,14 +44,16 @@ def draw(log: Path, out: Path) -> None:
     memory.step(times, left, where="post", color="#d55e00", label="what the co-tenant leaves")
     memory.set_ylabel("MiB")
     memory.set_ylim(0)
-    memory.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=2)
     size.step(times, [call["micro_batch_size"] for call in calls], where="pre", color="#0072b2")
     size.plot(
         ooms, [0] * len(ooms), "x", color="#d55e00", label="out of memory, survived", clip_on=False
     )
     size.set_ylabel("micro-batch")
     size.set_ylim(0)
-    size.legend(loc="upper center", frameon=False)
+    shown = [*size.get_legend_handles_labels()[0], *memory.get_legend_handles_labels()[0]]
+    memory.legend(
+        handles=shown, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=len(shown)
+    )
     loss.plot(times, [call["loss"] for call in calls], color="#37474f")
     loss.set_ylabel("loss")
     loss.set_xlabel("seconds")

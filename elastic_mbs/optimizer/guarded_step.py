@@ -6,8 +6,8 @@ Copies are taken of what the step changes, and it is tried:
     parameter at a time  ──OOM──►  error
 
 The copies make it exact: a step that failed half-way has changed some values and not others, and
-neither going on nor starting over from there is right (shared/reference/autograd.md,
-"optimizer.step()"). A fused step whose state exists allocates nothing, so it gets none.
+neither going on nor starting over from there is right
+(docs/internals/autograd.md#the-optimizers-step). A fused step whose state exists allocates nothing, so it gets none.
 """
 
 from __future__ import annotations

@@ -17,7 +17,10 @@ BLOCK = re.compile(
     r"^(?P<why><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 TEXTS = {page: page.read_text() for page in PAGES}
-EXAMPLES = [page for page in PAGES if BLOCK.search(TEXTS[page])]
+NOTEBOOK = ROOT / "docs" / "examples" / "memory-budget.md"
+EXAMPLES = [page for page in PAGES if BLOCK.search(TEXTS[page]) and page != NOTEBOOK]
+CELL = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"\d[\d.]*\d|\d")
 
 
 def world() -> dict[str, object]:
@@ -49,6 +52,22 @@ def test_every_block_of_python_runs(
             exec(code, world())
 
 
+@pytest.mark.no_oom_injection
+def test_the_notebook_prints_its_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    cells = CELL.findall(TEXTS[NOTEBOOK])
+    for code, output in cells:
+        exec(code, names)
+        printed = capsys.readouterr().out
+        assert NUMBER.sub("N", printed) == NUMBER.sub("N", output)
+        # another release of torch may take a little more memory
+        shown = [float(number) for number in NUMBER.findall(output)]
+        assert [float(number) for number in NUMBER.findall(printed)] == pytest.approx(
+            shown, rel=0.1
+        )
+    assert len(cells) >= 10
+
+
 def test_every_file_that_is_linked_or_named_exists() -> None:
     # mkdocs looks at the links of its pages
     targets = re.findall(r"\]\(([^)#:]+)\)|^\[\d+\]: (\S+)$", TEXTS[README], re.MULTILINE)
@@ -61,6 +80,29 @@ def test_every_file_that_is_linked_or_named_exists() -> None:
         for path in [*("".join(target) for target in targets), *named]
     ]
     assert [places[0] for places in paths if not any(place.exists() for place in places)] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as mkdocs makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text.lower()).strip()) for text in headings}
+
+
+def test_every_page_that_code_refers_to_has_the_section() -> None:
+    sources = [
+        source
+        for folder in ("elastic_mbs", "stress", "tests")
+        for source in (ROOT / folder).rglob("*.py")
+    ]
+    broken = [
+        (source.name, page, anchor)
+        for source in sources
+        for page, anchor in re.findall(
+            r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?", source.read_text(encoding="utf-8")
+        )
+        if not (ROOT / page).exists() or (anchor and anchor not in anchors(ROOT / page))
+    ]
+    assert broken == []
 
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:
