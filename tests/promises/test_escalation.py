@@ -331,17 +331,18 @@ class Annealed(nn.Module):
 
 
 def test_a_number_that_a_block_counts_is_the_same_when_it_runs_again() -> None:
-    model, batch = deep("cpu", Annealed(), Annealed(), blocks=0), long_samples()
+    blocks = [Annealed(), Annealed()]
+    model, batch = deep("cpu", *blocks, blocks=0), long_samples()
     twin = copy.deepcopy(model)
     mbs, loss_fn = escalated(model, ("checkpoint",), batch)
-    for block in model[1]:
+    for block in blocks:
         block.runs, block.table = None, None
     result = mbs.backward(loss_fn, batch)
     assert len(result.partition) == 4
     found = grads(model)
     assert error_of(found, by_hand(twin, batch, result.partition)[0]) <= 1e-12
-    assert [block.runs for block in model[1]] == [4, 4]
-    assert all(block.table is not None for block in model[1])
+    assert [block.runs for block in blocks] == [4, 4]
+    assert all(block.table is not None for block in blocks)
 
 
 def test_a_gradient_penalty_goes_through_checkpointed_blocks() -> None:
@@ -350,9 +351,10 @@ def test_a_gradient_penalty_goes_through_checkpointed_blocks() -> None:
 
     def penalised(piece: Tensor) -> Tensor:
         piece = piece.clone().requires_grad_()
-        out = model(piece)
+        out: Tensor = model(piece)
         (slope,) = torch.autograd.grad(out.sum(), piece, create_graph=True)
-        return out.square().mean() + (slope.norm(dim=-1) - 1).square().mean()
+        penalty: Tensor = (slope.norm(dim=-1) - 1).square().mean()
+        return out.square().mean() + penalty
 
     def loss_fn(piece: Tensor) -> Tensor:
         if not ways_of(ready):
