@@ -127,16 +127,21 @@ class Call:
         for attempt in self:
             self.begin(attempt)
             try:
-                value = self.passes.translate(attempt, fn(attempt.data, *args, **kwargs))
-                if self._pass.training:
-                    self.backward(attempt, value)
-                else:
-                    self.keep(attempt, value)
+                # No variable holds the value here: it would outlive a failed attempt.
+                self._take(attempt, fn(attempt.data, *args, **kwargs))
             except BaseException as error:
                 if not self.end(attempt, error):
                     raise
             else:
                 self.end(attempt, None)
+
+    def _take(self, attempt: Attempt, value: Any) -> None:
+        """Run backward of the loss of an attempt, or keep its outputs."""
+        value = self.passes.translate(attempt, value)
+        if self._pass.training:
+            self.backward(attempt, value)
+        else:
+            self.keep(attempt, value)
 
     def __iter__(self) -> Self:
         return self

@@ -93,7 +93,8 @@ class _Asked:
             (module, dict(vars(module)), {name: set(own) for name, own in _hooks_of(module)})
             for module in self._model.modules()
         ]
-        self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._how)
+        name = _name_of(self._model)
+        getattr(self._model, f"{name}_enable")(**{f"{name}_kwargs": self._how})
         for module, attributes, _ in self._before:
             present = vars(module)
             before = {name: attributes.get(name, _ABSENT) for name in present}
@@ -109,7 +110,7 @@ class _Asked:
         """
         if not self._before:
             return
-        self._model.gradient_checkpointing_disable()
+        getattr(self._model, f"{_name_of(self._model)}_disable")()
         for module, attributes, hooks in self._before:
             _update(module, attributes)
             for name, own in _hooks_of(module):
@@ -127,12 +128,20 @@ def _hooks_of(module: nn.Module) -> list[tuple[str, dict[int, Any]]]:
     ]
 
 
+def _name_of(module: nn.Module) -> str | None:
+    """Return the name by which a module offers checkpointing; None where it offers none.
+
+    transformers has renamed it, and warns of the old name.
+    """
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    return next((name for name in names if hasattr(module, f"{name}_enable")), None)
+
+
 def _offers(module: nn.Module) -> bool:
     """Return whether a module has checkpointing of its own that is off."""
-    offered = hasattr(module, "gradient_checkpointing_enable") and getattr(
-        module, "supports_gradient_checkpointing", True
-    )
-    return bool(offered) and not getattr(module, "is_gradient_checkpointing", False)
+    name = _name_of(module)
+    offered = name is not None and getattr(module, "supports_gradient_checkpointing", True)
+    return bool(offered) and not getattr(module, f"is_{name}", False)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -33,7 +33,13 @@ PATTERNS: dict[str, tuple[int, ...] | None] = {
 # user's code.
 PAIR = "in recovery"
 # Files whose lines are struck.
-RECOVERY = ("engine/recovery.py", "engine/failure.py", "rollback/", "optimizer/")
+RECOVERY = (
+    "engine/recovery/",
+    "engine/snapshot.py",
+    "engine/gradients.py",
+    "rollback/",
+    "optimizer/",
+)
 EXCEPTIONS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
 INJECTED = "injected between two lines"
 

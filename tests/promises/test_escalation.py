@@ -331,10 +331,10 @@ class Annealed(nn.Module):
 
 
 def test_a_number_that_a_block_counts_is_the_same_when_it_runs_again() -> None:
-    model, batch = deep("cpu", Annealed(), Annealed(), blocks=0), long_samples()
+    blocks = [Annealed(), Annealed()]
+    model, batch = deep("cpu", *blocks, blocks=0), long_samples()
     twin = copy.deepcopy(model)
     mbs, loss_fn = escalated(model, ("checkpoint",), batch)
-    blocks: list[Any] = list(model[1].children())
     for block in blocks:
         block.runs, block.table = None, None
     result = mbs.backward(loss_fn, batch)

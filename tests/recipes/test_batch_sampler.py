@@ -2,7 +2,7 @@
 
 import json
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,8 +26,6 @@ OPTIONS = st.fixed_dictionaries(
         "seed": st.integers(0, 9),
     }
 )
-
-NO_STATE: Any = None
 
 
 def sampler(samples: int, changes: Any, **options: Any) -> ElasticBatchSampler:
@@ -211,7 +209,10 @@ def begun() -> ElasticBatchSampler:
         (lambda: begun().state_dict(epoch=2), "epoch=2, and the last one that was begun is 0"),
         (lambda: begun().state_dict(batches=1, epoch=1), "batches=1, and 0 of epoch 1"),
         (lambda: begun().load_state_dict({}), "is no state of an ElasticBatchSampler"),
-        (lambda: begun().load_state_dict(NO_STATE), "None is no state of an ElasticBatchSampler"),
+        (
+            lambda: begun().load_state_dict(cast(Any, None)),
+            "None is no state of an ElasticBatchSampler",
+        ),
         (
             lambda: begun().load_state_dict(begun().state_dict() | {"first": "0"}),
             "is no state of an ElasticBatchSampler",
