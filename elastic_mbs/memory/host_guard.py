@@ -108,12 +108,7 @@ class HostGuard:
                 f"{_NEEDS}, and this kernel maps memory beyond it (gVisor, or booted with "
                 "ignore_rlimit_data): leave it off"
             )
-        convolutions = (
-            module
-            for module in modules
-            if isinstance(module, _ConvNd) and module.weight.dtype != torch.float64
-        )
-        if torch.backends.mkldnn.enabled and any(convolutions):
+        if torch.backends.mkldnn.enabled and any(map(_uses_onednn, modules)):
             self._warn(
                 "the host guard and convolutions: oneDNN crashes the process when it has no "
                 "memory to make a convolution of a new shape. Run every "
@@ -210,6 +205,10 @@ class HostGuard:
             f"the host guard is off, its limit cannot be set here: {type(error).__name__}: {error}"
         )
         self._warn(self.trouble)
+
+
+def _uses_onednn(module: nn.Module) -> bool:
+    return isinstance(module, _ConvNd) and module.weight.dtype != torch.float64
 
 
 def margin_of(host_guard: bool | str) -> int | None:

@@ -1,4 +1,4 @@
-"""Errors that are out of memory, hide it, poison the process or only look like it (tables of docs/internals/errors.md), and errors that wrap others."""
+"""Errors of each table in docs/internals/errors.md, and errors that wrap others."""
 
 import errno
 from collections.abc import Callable

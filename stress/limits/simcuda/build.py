@@ -149,6 +149,25 @@ def built() -> Path:
 
 
 def _build(folder: Path) -> None:
+    """Compile the libraries into a folder, both at the same time."""
+    commands = _commands(folder)
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    for process, command in zip(running, commands, strict=True):
+        said = process.communicate()[0]
+        if process.returncode:
+            raise UsageError(
+                f"the simulated CUDA does not compile with {shlex.join(map(str, command))}, which "
+                f"said:\n{said.strip()[-2000:]}"
+            )
+    for name in NAMES:
+        (folder / name).symlink_to(RUNTIME)
+
+
+def _commands(folder: Path) -> list[list[str | Path]]:
+    """Return the compiler's commands for the runtime and for the operations."""
     torch = _torch()
     includes = [
         f"-I{path}"
@@ -165,7 +184,7 @@ def _build(folder: Path) -> None:
     script = folder / "versions"
     script.write_text(f"{RUNTIME} {{ global: *; }};\n")
     runtime = [f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script={script}", "-ldl", "-lpthread"]
-    commands: list[list[str | Path]] = [
+    return [
         [
             *common,
             "-Wall",
@@ -185,19 +204,6 @@ def _build(folder: Path) -> None:
             *libraries,
         ],
     ]
-    running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    for process, command in zip(running, commands, strict=True):
-        said = process.communicate()[0]
-        if process.returncode:
-            raise UsageError(
-                f"the simulated CUDA does not compile with {shlex.join(map(str, command))}, which "
-                f"said:\n{said.strip()[-2000:]}"
-            )
-    for name in NAMES:
-        (folder / name).symlink_to(RUNTIME)
 
 
 def _torch() -> Path:
