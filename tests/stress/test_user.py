@@ -126,7 +126,10 @@ def test_a_file_imports_its_neighbours_plainly_and_relatively_and_another_of_its
             returning(more=", lambda p: torch.optim.SGD(p, lr=-1)"),
             "its optimizer does not run: ValueError: Invalid learning rate",
         ),
-        (returning(more=", {'cuont': 3}"), "ElasticMBS has no option 'cuont': did you mean count=…"),
+        (
+            returning(more=", {'cuont': 3}"),
+            "ElasticMBS has no option 'cuont': did you mean count=…",
+        ),
         (returning(loss="lambda x, y: 0"), "its step fails on its first batch: TypeError: "),
         (
             returning(loss="lambda b: None"),
