@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import OptimizerInBackwardError, OutOfMemory
 from elastic_mbs.engine.gradients import backward
@@ -231,6 +232,24 @@ def leaves_outside() -> Step:
     return step
 
 
+def hidden_leaves_outside() -> Step:
+    """Leaves outside the model that only a backward inside a backward reaches."""
+    torch.manual_seed(3)
+    model, (x, y) = mlp(), pairs()
+    outside = nn.Linear(4, 4).double()
+
+    def loss_of(net: nn.Module, tail: nn.Module, piece: Pair) -> Tensor:
+        out: Any = checkpoint(tail, net(piece[0]), use_reentrant=True)
+        return nn.functional.cross_entropy(out, piece[1])
+
+    both = nn.ModuleList([model, outside])
+    wanted = whole_gradient(both, lambda twin: loss_of(twin[0], twin[1], (x, y)))
+    step = Step(model, lambda piece: loss_of(model, outside, piece), (x, y), wanted)
+    step.leaves = list(both.parameters())
+    step.begin = outside.zero_grad
+    return step
+
+
 ROUTES = [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
 # how it is made, the clean calls before memory runs out, and how a piece that had partly committed
 # is replayed then
@@ -263,6 +282,8 @@ STEPS = {
         1,
         {"step"},
     ),
+    "hidden leaves outside": (hidden_leaves_outside, 0, {"step"}),
+    "hidden leaves outside, known": (hidden_leaves_outside, 1, {"step"}),
     "leaves outside": (leaves_outside, 0, {"step"}),
     "leaves outside, known": (leaves_outside, 1, {"step"}),
 }

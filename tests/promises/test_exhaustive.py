@@ -75,8 +75,9 @@ def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(
         (RandomStreams, "restore", lambda self, state: None, "host_masks"),
         (CallGradients, "left_by", lambda self, attempt, **how: Left(), "mlp"),
         (Ledger, "add_extra", lambda self, leaves: [], "guests"),
-        (Isolation, "set_aside", lambda self, leaves: None, "checkpoint_reentrant"),
-        (Isolation, "set_aside", lambda self, leaves: None, "hidden_backward"),
+        (CallGradients, "restart", lambda self: None, "checkpoint_reentrant"),
+        (CallGradients, "restart", lambda self: None, "hidden_backward"),
+        (Isolation, "set_aside", lambda self, leaves: None, "gradients_at_start"),
     ],
 )
 def test_an_engine_that_is_broken_is_caught(
@@ -256,7 +257,7 @@ def test_an_exception_at_a_line_of_recovery_finds_a_buffer_that_stays_moved(
     seen = Lines(Operations(30))
     assert not run(builtin("conv_batchnorm"), seen, warm=True).found
     (file, line), _ = next(
-        (place, n) for place, n in seen.seen.items() if place[0] == "engine/recovery.py"
+        (place, n) for place, n in seen.seen.items() if place[0] == "engine/recovery/recover.py"
     )
     outcome = run(
         builtin("conv_batchnorm"), Lines(Operations(30), (file, line, 1), exception), warm=True
