@@ -419,3 +419,15 @@ def test_a_subclass_of_torchs_may_couple_its_parameters() -> None:
     assert one_by_one(optimizer)
     assert not one_by_one(type("Mine", (torch.optim.Adam,), {})(model.parameters()))
     assert not one_by_one(torch.optim.LBFGS(model.parameters()))
+
+
+def test_gradients_stay_enabled_after_an_interrupt() -> None:
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has two overloads
+            torch.set_grad_enabled(False)  # as where the end of a no_grad block is interrupted
+            raise KeyboardInterrupt
+
+    model, _ = layers("SGD")
+    with pytest.raises(KeyboardInterrupt):
+        elastic(model).optimizer_step(Interrupted(model.parameters()))
+    assert torch.is_grad_enabled()
