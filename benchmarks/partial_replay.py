@@ -121,7 +121,7 @@ class _Arrival(TorchDispatchMode):
     """A count of operations, with a co-tenant that arrives before the one of a given number."""
 
     def __init__(self, at: int = -1, arrive: Callable[[], None] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.seen, self._at, self._arrive = 0, at, arrive
 
     def __torch_dispatch__(
@@ -278,7 +278,7 @@ def _failure(step: int, event: OutOfMemory) -> Failure:
 
 def _needs(subject: Subject, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
     """Return the bytes that stay, those of the peak of a step, and a step's operations."""
-    with MemoryBudget(UNLIMITED, track=subject.model) as budget:
+    with MemoryBudget(UNLIMITED, track=[subject.model]) as budget:
         for _ in range(3):
             budget.reset_peak()
             with _Arrival() as counter:

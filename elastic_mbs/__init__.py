@@ -53,8 +53,8 @@ from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Una
 from elastic_mbs.noise_scale import NoiseScale
 from elastic_mbs.options import GradientOptions, MemoryOptions, RecoveryOptions
 from elastic_mbs.planning.report import PlannedSize, PlannedWay, PlanReport
+from elastic_mbs.rehearsal.verify import VerifyReport
 from elastic_mbs.runtime import ElasticMBS
-from elastic_mbs.verify import VerifyReport
 from elastic_mbs.version import __version__
 
 __all__ = [

@@ -27,10 +27,10 @@ from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import Headroom, Reading
 from elastic_mbs.options import Options, OutputPlace, Settings, check_names, event_log
 from elastic_mbs.planning.report import PlanReport
-from elastic_mbs.rehearsal import Rehearsal
+from elastic_mbs.rehearsal.rehearsal import Rehearsal
+from elastic_mbs.rehearsal.verify import VerifyReport
 from elastic_mbs.sinks.notebook import memory_bar, runtime_html, sentence
 from elastic_mbs.sinks.progress import progress_bar
-from elastic_mbs.verify import VerifyReport
 
 
 class ElasticMBS:

@@ -32,7 +32,7 @@ def main() -> None:
             losses.append(float(mbs.backward(loss_fn, train)))
             mbs.optimizer_step(optimizer)  # Adam's first step allocates: whole or not at all
             optimizer.zero_grad()
-        predicted = mbs.eval(model, test)  # without a graph, so in larger pieces; joined again
+        predicted = mbs.evaluate(model, test)  # without a graph, so in larger pieces; joined again
         saved = {"model": model.state_dict(), "sizes": mbs.state_dict()}
         ooms = mbs.stats.ooms
 

@@ -1,4 +1,4 @@
-"""How a batch is cut, where shapes and types do not say: the values of `dims=`.
+"""Readings of a batch where shapes and types do not tell: the values of `dims=`.
 
 Each function returns a dict from a name, a dotted path or an index to a reading; `|` joins them
 with each other and with plain dimensions: `dims={"position_ids": 1} | cut.whole("mask")`.

@@ -31,7 +31,6 @@ from elastic_mbs.errors import (
     IncompleteBatchError,
     LossError,
     MicroBatchFloorError,
-    NestedCallError,
     StepInsideError,
     UsageError,
 )
@@ -72,7 +71,7 @@ class Call:
         Raises:
             NestedCallError: another call is inside its step function.
         """
-        _check_outer(resources, training=batch.training)
+        running.check_outer(resources, training=batch.training)
         self.resources = resources
         self._floors: dict[bool, Floor] = {}  # of passes with and without backward
         try:
@@ -525,18 +524,3 @@ class Call:
 def one_pass(*, training: bool, outputs: OutputPlace) -> PassesOf:
     """Return the maker of the single pass of a training call or of an evaluation."""
     return lambda parts: OnePass(training=training, outputs=outputs)
-
-
-def _check_outer(resources: Resources, *, training: bool) -> None:
-    """End a loop that was left early, and refuse a call inside a step that could not be undone."""
-    outer: Call | None = running.running_call()
-    if outer is not None and not outer.inside:
-        error = outer.left_early()
-        outer.abort(error)
-        raise error
-    if outer is not None and (training or outer.resources is resources):
-        raise NestedCallError(
-            "a call was started inside the step function of another one, or in a function of "
-            "on_event while it runs, and could not be undone when that one is replayed: take it "
-            "out of there (an evaluation by another runtime may stay)"
-        )

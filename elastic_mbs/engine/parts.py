@@ -94,15 +94,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
     gradients = CallGradients(resources, profile, training=batch.training)
     decision = knowledge.controller.begin(key, view.worth, view.elements)
-    limits = settings.limits
-    schedule = Schedule(
-        batch.counts,
-        reduction=settings.reduction,
-        minimum=limits.minimum,
-        align=limits.align,
-        costs=view.costs,
-    )
-    progress = Progress(schedule, decision.size)
+    progress = Progress(_schedule(resources, batch), decision.size)
     loader = Loader(
         view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full
     )
@@ -129,4 +121,15 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         hooks=hooks,
         loader=loader,
         report=report,
+    )
+
+
+def _schedule(resources: Resources, batch: Batch) -> Schedule:
+    settings = resources.settings
+    return Schedule(
+        batch.counts,
+        reduction=settings.reduction,
+        minimum=settings.limits.minimum,
+        align=settings.limits.align,
+        costs=batch.view.costs,
     )

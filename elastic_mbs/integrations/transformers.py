@@ -29,8 +29,8 @@ from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
 from elastic_mbs.integrations.trl_metrics import BatchMetrics, Note
 from elastic_mbs.memory import oom
 from elastic_mbs.options import Options, check_names
+from elastic_mbs.rehearsal.verify import VerifyReport
 from elastic_mbs.runtime import ElasticMBS
-from elastic_mbs.verify import VerifyReport
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

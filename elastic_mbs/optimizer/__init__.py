@@ -1,1 +1,1 @@
-"""An optimizer step that is done whole or not at all."""
+"""Optimizer steps that are made whole or not at all."""

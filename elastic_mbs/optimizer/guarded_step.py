@@ -1,13 +1,13 @@
 """`mbs.optimizer_step(optimizer)`: a step that is made whole or not at all.
 
-Copies are taken of what the step changes, and it is tried:
+The tensors that the step changes are copied first. Then it is tried in three ways:
 
     as it is  ──OOM──►  rolled back; caches released, copies on the host  ──OOM──►  rolled back; one
     parameter at a time  ──OOM──►  error
 
-The copies make it exact: a step that failed half-way has changed some values and not others, and
+The copies make it exact. A step that failed half-way has changed some values and not others, so
 neither going on nor starting over from there is right
-(docs/internals/autograd.md#the-optimizers-step). A fused step whose state exists allocates nothing, so it gets none.
+(docs/internals/autograd.md#the-optimizers-step). A fused step whose state exists allocates nothing and needs no copies.
 """
 
 from __future__ import annotations
@@ -29,83 +29,92 @@ from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 
 T = TypeVar("T")
 
-# from the fastest to the one that needs least memory
+# from the fastest to the one that needs the least memory
 WAYS = ("as it is", "with the caches let go of", "one parameter at a time")
 ONE_BY_ONE = len(WAYS) - 1
-LONGEST_PAUSE = 64  # most steps between two tries of the fastest way
-_TRIES = 4  # to roll back, each after releasing what can be released
-# what the scaler and we put on the optimizer for the length of a step
+LONGEST_PAUSE = 64  # steps between two tries of the fastest way, at most
+_TRIES = 4  # attempts to roll back, each after releasing the caches
+# attributes that the scaler and the guard set on the optimizer for one step
 _HUNG = ("step", "grad_scale", "found_inf", "param_groups")
 
 
 class GuardedStep:
-    """Steps optimizers, exactly or not at all."""
+    """Stepper of optimizers: a step is made exactly, or not at all."""
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self._order = AttemptOrder()
 
     def __call__(self, optimizer: Optimizer, closure: object = None) -> None:
-        """See `ElasticMBS.optimizer_step`."""
+        """Make one step; see `ElasticMBS.optimizer_step`."""
         refuse_closure(closure)
         _check(optimizer)
         if not any(with_gradient(optimizer)):
-            # it changes nothing: for its hooks, and for a scheduler that counts steps
+            # it changes no parameter; its hooks run, and a scheduler counts it
             optimizer.step()
             return
         what = "keep the optimizer's state"
-        step = _retry(self._resources, what, lambda: _Step(optimizer, self._resources, self._order))
-        _retry(self._resources, what, step.make, passes=step.passes)
+        gradients = torch.is_grad_enabled()
+        try:
+            step = _retry(
+                self._resources, what, lambda: _Step(optimizer, self._resources, self._order)
+            )
+            _retry(self._resources, what, step.make, passes=step.passes)
+        finally:
+            # an interrupt between a `torch.no_grad()` block and its exit leaves them disabled
+            torch.set_grad_enabled(gradients)
 
 
 def refuse_closure(closure: object) -> None:
-    """Refuse a closure: it would be run again with every try of the step."""
+    """Refuse a closure: it would run again with every try of the step."""
     if closure is not None:
         raise UsageError(
-            "optimizer_step() takes no closure, which would run forward and backward with "
-            "every try: call mbs.backward first"
+            "optimizer_step() takes no closure, which would run forward and backward with every "
+            "try: call mbs.backward first"
         )
 
 
 def _retry(
-    context: Resources,
+    resources: Resources,
     what: str,
     operation: Callable[[], T],
     *,
     passes: Callable[[], bool] = lambda: False,
 ) -> T:
-    is_oom = context.settings.recovery.is_oom
+    is_oom = resources.settings.recovery.is_oom
     return oom.retry(
-        what, operation, context.devices, is_oom, error=OptimizerStepError, passes=passes
+        what, operation, resources.devices, is_oom, error=OptimizerStepError, passes=passes
     )
 
 
 class _Step:
     """One step of one optimizer.
 
-    Whatever ends `make`, the step is whole, or everything is as it was, or the error has a note.
+    However `make` ends, the step is whole, or nothing has changed, or the error carries a note.
     """
 
-    def __init__(self, optimizer: Optimizer, context: Resources, order: AttemptOrder) -> None:
-        self._optimizer, self._resources, self._order = optimizer, context, order
+    def __init__(self, optimizer: Optimizer, resources: Resources, order: AttemptOrder) -> None:
+        self._optimizer = optimizer
+        self._resources = resources
+        self._order = order
         self._step = optimizer.step
         self._hooks = _DeferredHooks(optimizer)
         self._hung = {name: value for name, value in vars(optimizer).items() if name in _HUNG}
-        states = getattr(context.settings.scaler, "_per_optimizer_states", None)
-        # whether it has unscaled, and has stepped
+        states = getattr(resources.settings.scaler, "_per_optimizer_states", None)
+        # the scaler's notes: unscaled or not, stepped or not
         self._scaler_state: dict[str, Any] = {} if states is None else states[id(optimizer)]
         self._made = False
         self._lost = False  # it ended half-way, and there are no copies
-        self._half_made = False  # until all that belongs to it has been done, or been rolled back
+        self._half_made = False  # from its first change until it is whole or rolled back
 
     def passes(self) -> bool:
-        """Whether the error on its way is not one of our own bookkeeping, to be retried: a hook of the user's, or a step that has been lost."""
+        """Return whether an error must pass: a user's hook raised it, or the step is lost."""
         return self._hooks.running or self._lost
 
     def make(self) -> None:
-        """Makes the step.
+        """Make the step.
 
-        After an out-of-memory error it can be called again, and goes on from what has been done.
+        After an out-of-memory error it can be called again and continues where it stopped.
         """
         try:
             if not self._made:
@@ -118,7 +127,7 @@ class _Step:
                 error.add_note(f"elastic_mbs: {self._settle()}.")
             raise
         finally:
-            if self._half_made:  # an interrupt between the lines above
+            if self._half_made:  # an interrupt has struck inside the lines above
                 self._settle()
 
     def _remember(self, snapshot: OptimizerSnapshot) -> None:
@@ -127,7 +136,7 @@ class _Step:
         self._scaler_before = dict(self._scaler_state)
 
     def _unscale(self) -> None:
-        """Unscales the gradients now, once, unless that has been done: inside the step it would be done again with every try."""
+        """Unscale the gradients once, now: inside the step every try would do it again."""
         scaler = self._resources.settings.scaler
         if scaler is None or not scaler.is_enabled():
             return
@@ -139,7 +148,7 @@ class _Step:
             if parameter.grad is not None
         ]
         self._remember(OptimizerSnapshot.of_gradients(self._optimizer))
-        # Those of one type are unscaled by one operation in place, which happens or does not.
+        # One operation in place unscales all gradients of a type: it happens, or it does not.
         if len({(grad.device, grad.dtype) for grad in gradients}) > 1 or any(
             grad.is_sparse for grad in gradients
         ):
@@ -153,28 +162,16 @@ class _Step:
         self._half_made = False
 
     def _try_in_order(self) -> None:
-        key, name = _key(self._optimizer), type(self._optimizer).__name__
-        # a step without copies allocates nothing, one parameter at a time or all of them
-        last = (
-            ONE_BY_ONE
-            if self._snapshot.complete and one_by_one(self._optimizer)
-            else ONE_BY_ONE - 1
-        )
+        key = _key(self._optimizer)
+        # a step without copies allocates nothing, whether it takes one parameter or all of them
+        singly = self._snapshot.complete and one_by_one(self._optimizer)
+        last = ONE_BY_ONE if singly else ONE_BY_ONE - 1
         began = min(self._order.first(key), last)
         verdict: oom.Verdict | None = None
-        # A way that worked before is tried twice: the last one leaves no other.
+        # A way that worked before is tried twice, because after the last one there is no other.
         for way in [*([began] if began else ()), *range(began, last + 1)]:
             if verdict is not None:
-                self._resources.monitor.request_reading()  # the next reading explains it
-                self._resources.log.emit(
-                    OptimizerOutOfMemory(
-                        self._resources.settings.name,
-                        name,
-                        WAYS[way],
-                        verdict.kind.name.lower(),
-                        verdict.message,
-                    )
-                )
+                self._report(verdict, way)
                 oom.release(devices=self._resources.devices, thorough=True)
             verdict = self._attempt(way)
             if verdict is None:
@@ -183,9 +180,27 @@ class _Step:
                 self._made, self._half_made = True, False
                 return
         assert verdict is not None
-        how = ", not even one parameter at a time" if last == ONE_BY_ONE else ""
-        raise OptimizerStepError(
-            f"{name}.step() does not fit{how}. It asked for {format_bytes(verdict.requested)}; "
+        raise self._no_room(verdict, singly=singly)
+
+    def _report(self, verdict: oom.Verdict, following: int) -> None:
+        """Emit the event of a failure, with the way that is tried next."""
+        self._resources.monitor.request_reading()  # the next reading explains it
+        self._resources.log.emit(
+            OptimizerOutOfMemory(
+                self._resources.settings.name,
+                type(self._optimizer).__name__,
+                WAYS[following],
+                verdict.kind.name.lower(),
+                verdict.message,
+            )
+        )
+
+    def _no_room(self, verdict: oom.Verdict, *, singly: bool) -> OptimizerStepError:
+        """Return the error for a step that fits in none of the ways."""
+        how = ", not even one parameter at a time" if singly else ""
+        return OptimizerStepError(
+            f"{type(self._optimizer).__name__}.step() does not fit{how}. "
+            f"It asked for {format_bytes(verdict.requested)}; "
             f"{self._resources.monitor.latest().in_words()}. "
             f"Copies of what it changes take {format_bytes(self._snapshot.nbytes)}: without them "
             "a step that fails half-way could not go back. "
@@ -197,9 +212,9 @@ class _Step:
         )
 
     def _attempt(self, way: int) -> oom.Verdict | None:
-        """Tries to step.
+        """Try to step in one way.
 
-        Returns why there was no memory, with everything as it was before, or None after a success.
+        Return None after a success; otherwise roll back and return why there was no memory.
         """
         self._half_made = True
         try:
@@ -226,9 +241,13 @@ class _Step:
         return verdict
 
     def _run(self, make: Callable[[], object]) -> None:
-        """Runs one try, through the scaler where there is one: it skips the step where a gradient is not finite."""
-        injector, hooks = engine_hooks.fault_injector, self._hooks
+        """Run one try, through the scaler if there is one.
+
+        The scaler skips the step where a gradient is not finite.
+        """
+        injector = engine_hooks.fault_injector
         scaler = self._resources.settings.scaler
+        hooks = self._hooks
         if injector is not None:
             injector.begin(
                 self,
@@ -248,7 +267,7 @@ class _Step:
 
     def _one_by_one(self) -> None:
         optimizer = self._optimizer
-        self._hooks.begin(optimizer, (optimizer,), {})  # now, while they can see all groups
+        self._hooks.begin(optimizer, (optimizer,), {})  # while they can see all groups
         for group, parameter in list(with_gradient(optimizer)):
             optimizer.param_groups = [{**group, "params": [parameter]}]
             self._step()
@@ -257,13 +276,14 @@ class _Step:
         return self._hooks.begun and not self._snapshot.complete
 
     def _settle(self) -> str:
-        """Leaves a whole step or none, if there is a way; returns what it leaves."""
+        """Complete or undo the step where possible, and return the result in words."""
         if not self._made and not self._runs_without_copies():
             self._roll_back()
             return "parameters and optimizer state are as they were before this step"
         self._take_off()
         self._made = self._made or self._hooks.ended
-        self._lost, self._half_made = not self._made, False
+        self._lost = not self._made
+        self._half_made = False
         return (
             "this step has been made"
             if self._made
@@ -272,8 +292,12 @@ class _Step:
         )
 
     def _roll_back(self) -> None:
-        """Puts everything back, through all errors: half restored is worse than an interrupt that is raised a little later."""
-        interrupt, message = None, ""
+        """Put everything back, in spite of errors.
+
+        An interrupt is raised a little later: half restored would be worse.
+        """
+        interrupt = None
+        message = ""
         for tried in range(_TRIES):
             try:
                 if tried:
@@ -288,8 +312,10 @@ class _Step:
                     raise interrupt
                 return
         self._half_made = False
-        what = "roll back the step that failed, so parameters may be half changed: load the last checkpoint"
-        raise OptimizerStepError(f"there is no room to {what}: {message}")
+        raise OptimizerStepError(
+            "there is no room to roll back the step that failed, so parameters may be half "
+            f"changed: load the last checkpoint: {message}"
+        )
 
     def _restore(self) -> None:
         self._take_off()
@@ -299,7 +325,7 @@ class _Step:
         self._half_made = False
 
     def _take_off(self) -> None:
-        """Takes off the optimizer what was put on it for the step."""
+        """Remove from the optimizer the attributes that were set for the step."""
         self._hooks.put_back()
         attributes = vars(self._optimizer)
         for name in _HUNG:
@@ -309,34 +335,34 @@ class _Step:
 
 
 class AttemptOrder:
-    """Remembers which way of stepping has worked, by kind of step: to fail first every time takes seconds for what takes milliseconds.
+    """Memory of the way that has worked for each kind of step.
 
-    The fastest way is tried again at longer and longer intervals, because memory may have come
-    back.
+    Without it every step would fail first, which takes seconds where a step takes milliseconds. The
+    fastest way is tried again at growing intervals, because memory may have come back.
     """
 
     def __init__(self) -> None:
-        # the way, steps until the fastest is tried again, and how many they were at first
+        # the way, the steps left until the fastest is tried again, and that interval
         self._known: dict[Hashable, tuple[int, int, int]] = {}
 
     def first(self, key: Hashable) -> int:
-        """The way to begin with."""
+        """Return the way to begin with."""
         way, left, pause = self._known.get(key, (0, 0, 0))
         if left:
             self._known[key] = way, left - 1, pause
         return way if left else 0
 
     def worked(self, key: Hashable, began: int, way: int) -> None:
-        """Notes that a step that began with `began` was made by `way`."""
+        """Note that a step that began with `began` was made by `way`."""
         _, left, pause = self._known.pop(key, (0, 0, 0))
-        if not began:  # the fastest has been tried in vain
+        if not began:  # the fastest has been tried and has failed
             left = pause = min(max(1, 2 * pause), LONGEST_PAUSE)
         if way:
             self._known[key] = way, left, pause
 
 
 def _key(optimizer: Optimizer) -> Hashable:
-    """What a step needs depends on: the class, the parameters' sizes, and whether some of them have no state yet."""
+    """Return the facts that a step's need depends on: class, sizes, and if all states exist."""
     own = [parameter for _, parameter in with_gradient(optimizer)]
     return (
         type(optimizer),
@@ -346,28 +372,27 @@ def _key(optimizer: Optimizer) -> Hashable:
 
 
 class _DeferredHooks:
-    """Runs the user's step hooks once for the whole step, however often it is tried: one may clip gradients, another average weights."""
+    """The user's step hooks, run once for the whole step however often it is tried.
+
+    One may clip gradients, another average weights.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.begun = False  # the hooks before the step have been run
         self.ended = False  # the latest call of `step` has ended
         self.running = False  # a hook of the user's runs, or has failed
         self._optimizer = optimizer
-        self._before, self._after = (
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-        )
-        self._left = list(self._before.values())  # to be run
+        self._before = optimizer._optimizer_step_pre_hooks
+        self._after = optimizer._optimizer_step_post_hooks
+        self._left = list(self._before.values())  # still to be run
 
     def defer(self) -> None:
         self._optimizer._optimizer_step_pre_hooks = OrderedDict({0: self.begin})
         self._optimizer._optimizer_step_post_hooks = OrderedDict({0: self._end})
 
     def put_back(self) -> None:
-        self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks = (
-            self._before,
-            self._after,
-        )
+        self._optimizer._optimizer_step_pre_hooks = self._before
+        self._optimizer._optimizer_step_post_hooks = self._after
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.begun:
@@ -382,13 +407,14 @@ class _DeferredHooks:
                 )
             self.running = False
         self.defer()
-        self._left, self.begun = list(self._after.values()), True
+        self._left = list(self._after.values())
+        self.begun = True
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.ended = True
 
     def run_after(self) -> None:
-        """Runs the hooks that wait for a step to be made; none where the scaler has skipped it."""
+        """Run the hooks that follow a step; none of them if the scaler has skipped it."""
         while self.begun and self._left:
             self.running = True
             self._left.pop(0)(self._optimizer, (self._optimizer,), {})
@@ -396,8 +422,8 @@ class _DeferredHooks:
 
 
 def _check(optimizer: object) -> None:
-    # accelerate's wrapper is a torch.optim.Optimizer by its class, and has nothing of one: neither
-    # hooks nor a step that can be made again.
+    # accelerate's wrapper is a torch.optim.Optimizer by class only: it has neither hooks nor a step
+    # that can be repeated
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
         hint = (

@@ -1,4 +1,4 @@
-"""What an optimizer's step can change, and copies of it, so that a step that failed half-way can be rolled back."""
+"""Snapshots of an optimizer, so that a step that failed half-way can be rolled back."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from elastic_mbs.optimizer.known import is_independent, only_in_place
 from elastic_mbs.rollback import copies
 
 _SCALARS = (bool, int, float, str, type(None))
-# attributes of every optimizer that are looked at by themselves
+# attributes of every optimizer that have fields of their own in the snapshot
 _OWN = frozenset({"state", "param_groups", "defaults"})
 
 
 @dataclass
 class OptimizerSnapshot:
-    """The structure of an optimizer's state as it was, and copies of the tensors that its step changes."""
+    """The structure of an optimizer's state, and copies of the tensors that its step changes."""
 
     optimizer: Optimizer
     state: dict[Any, Any]
-    # each group, and what it held besides its parameters
+    # each group, and its entries beside its parameters
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
     attributes: dict[str, Any]
-    # of all attributes, so that one that the step has added can be taken away
+    # of all attributes, so that one that the step has added can be deleted
     names: frozenset[str]
-    # of each parameter, where the step may change them
+    # of each parameter, if the step may change them
     gradients: list[tuple[Tensor, Tensor | None]]
-    nested: list[OptimizerSnapshot]  # of the optimizers that this one wraps
+    nested: list[OptimizerSnapshot]  # of the optimizers inside a wrapper
     tensors: list[Tensor] = field(default_factory=list)  # to be copied
-    complete: bool = True  # whether there are copies of all that the step changes
+    complete: bool = True  # everything that the step changes is copied
     _copies: list[Tensor] = field(default_factory=list)
     _on_host: bool = False
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerSnapshot:
-        """The snapshot before a step, without copies yet.
+        """Return the snapshot before a step, without copies yet.
 
-        A step that only works in place gets none: memory cannot end it half-way.
+        A step that only works in place needs none: a lack of memory cannot end it half-way.
         """
         snapshot = _structure(optimizer, foreign=not is_independent(optimizer))
         snapshot.complete = not only_in_place(optimizer)
@@ -53,7 +53,7 @@ class OptimizerSnapshot:
 
     @classmethod
     def of_gradients(cls, optimizer: Optimizer) -> OptimizerSnapshot:
-        """The snapshot before an operation that changes nothing but the gradients."""
+        """Return the snapshot before an operation that changes nothing but the gradients."""
         snapshot = _structure(optimizer, foreign=True)
         snapshot.tensors = _unique(
             gradient for _, gradient in snapshot.gradients if gradient is not None
@@ -66,7 +66,7 @@ class OptimizerSnapshot:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def take(self, *, host: bool) -> None:
-        """Copies the values, all or none of them, to the tensors' own devices or to the host."""
+        """Copy the values, all or none of them, to the tensors' own devices or to the host."""
         self._copies, self._on_host = [], host
         with torch.no_grad(), torch.inference_mode(False), on_host(host):
             kept = [
@@ -77,7 +77,7 @@ class OptimizerSnapshot:
         self._copies = kept
 
     def restore(self) -> None:
-        """Puts everything back, in place. May be called again after an error."""
+        """Put everything back, in place. May be called again after an error."""
         self._restore_structure()
         if self._copies:
             with torch.no_grad(), on_host(self._on_host):
@@ -102,7 +102,7 @@ class OptimizerSnapshot:
 
 
 def _structure(optimizer: Optimizer, *, foreign: bool) -> OptimizerSnapshot:
-    """A snapshot without tensors.
+    """Return a snapshot without tensors.
 
     A foreign optimizer may change gradients, and keep state in attributes and in optimizers that it
     wraps.
@@ -138,7 +138,7 @@ def _structure(optimizer: Optimizer, *, foreign: bool) -> OptimizerSnapshot:
 
 
 def _changed(snapshot: OptimizerSnapshot) -> Iterator[Tensor]:
-    """The tensors that a step may change in place."""
+    """Yield the tensors that a step may change in place."""
     for group in snapshot.optimizer.param_groups:
         yield from (
             parameter
@@ -162,7 +162,7 @@ def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _renewed(value: Any) -> Any:
-    """New containers with the same tensors and numbers in them."""
+    """Return new containers with the same tensors and numbers in them."""
     if isinstance(value, dict):
         renewed = copy.copy(value)
         renewed.update({key: _renewed(item) for key, item in value.items()})

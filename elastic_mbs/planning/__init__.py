@@ -1,10 +1,14 @@
-"""What a step will need, found without running it: the live bytes after each operation of a step on fake tensors, which have shapes and no memory.
+"""The memory that a step will need, found without running it.
+
+A step is traced on fake tensors, which have shapes and no memory; the live bytes after each of its
+operations are counted.
 
 ```
-  model, optimizer ──► fakes.py ─────┐                      trace.py                     lines.py
-  report.py pieces of the batch ───────────────┴──► loss_fn, backward, step, by timeline.py ──►
-  lines per operation ──► table, start size
-                                          and what kernels.py knows besides            ways.py:
-                                          offloaded or checkpointed, and their time
+  model, optimizer ──► fakes.py ─────┐
+  pieces of the batch ───────────────┴──► trace.py: loss_fn, backward and step
+                                             │      with timeline.py: bytes per operation
+                                             │      or ways.py: offloaded, checkpointed
+                                             ▼
+                                          lines.py: a line per operation ──► plan.py, report.py
 ```
 """

@@ -24,19 +24,19 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Fakes:
-    """The fakes of one trace, one for each real tensor however often it is found."""
+    """The fakes of one trace, one for each real tensor."""
 
     def __init__(self) -> None:
-        # A tensor that loss_fn has from elsewhere becomes a fake where it is used. No operation is
-        # run for real to see what shape it makes.
+        # A tensor that loss_fn has from elsewhere becomes a fake when it is used. No operation runs
+        # for real to find the shape of its result.
         self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        # each with its original, whose id must stay taken
+        # each with its original, which keeps its id taken
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, real: Tensor) -> Tensor:
-        """The fake of a tensor, without a gradient.
+        """Return the fake of a tensor, without a gradient.
 
-        A single number on the host keeps its value: an optimizer may read the step that it is at.
+        A single number on the host keeps its value: an optimizer may read its step count.
         """
         if isinstance(real, FakeTensor):
             return real
@@ -54,14 +54,15 @@ class Fakes:
         return self._made[id(real)][1]
 
     def of(self, value: Any) -> Any:
-        """The same containers with fakes in them."""
+        """Return the same containers with fakes in them."""
         return tree_map_only(Tensor, self, value)
 
     @contextmanager
     def inside(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Replaces, inside the block, every tensor that a module holds, itself or in a list or dict of its own.
+        """Replace every tensor of the modules by its fake inside the block.
 
-        What the modules bind, keep or switch meanwhile is put back as well.
+        Tensors in a module's own lists and dicts are replaced too. At the end all attributes, lists
+        and dicts of the modules are as they were, whatever a forward has changed in them.
         """
         attributes: list[tuple[Any, Any]] = [
             (module.__dict__, dict(module.__dict__)) for module in modules
@@ -104,13 +105,16 @@ class Fakes:
 def step_of(
     optimizer: Optimizer, fakes: Fakes
 ) -> tuple[Callable[[], object], Callable[[], list[Tensor]]]:
-    """A step of a copy of the optimizer that knows the fakes only, without anyone's hooks; and a function that lists the tensors of its state."""
+    """Return a step of a copy of the optimizer, and a function that lists its state's tensors.
+
+    The copy knows the fakes only and has no hooks.
+    """
     fake: Any = object.__new__(type(optimizer))
     own = {
         name: value.copy() if isinstance(value, list | dict) else value
         for name, value in vars(optimizer).items()
     }
-    own.pop("step", None)  # a scheduler's wrapper, which knows the real one
+    own.pop("step", None)  # a scheduler's wrapper, bound to the real optimizer
     vars(fake).update(own | {name: type(own[name])() for name in HOOKS})
     fake.param_groups = [fakes.of({**group, **_how(group)}) for group in optimizer.param_groups]
     fake.state = defaultdict(
@@ -124,7 +128,7 @@ def step_of(
 
 
 def _how(group: dict[str, Any]) -> dict[str, bool]:
-    """Whether the group's step works on all tensors at once: for fakes torch would not choose as for the real ones."""
+    """Return the group's `foreach`, as torch chooses it for the real tensors and not for fakes."""
     if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
         return {}
     return {
@@ -135,7 +139,7 @@ def _how(group: dict[str, Any]) -> dict[str, bool]:
 
 
 def storage_bytes(tensors: Sequence[Tensor | None], device: torch.device) -> int:
-    """Bytes of the storages behind these tensors on the device, each counted once."""
+    """Return the bytes of the storages behind these tensors on the device, each counted once."""
     storages = [
         tensor.untyped_storage()
         for tensor in tensors

@@ -16,29 +16,29 @@ class Trace(NamedTuple):
     size: int  # in samples
     operations: Sequence[object]
     points: Sequence[Point]  # one for each operation
-    flops: int = 0  # in products, where they were counted
-    moved: int = 0  # bytes of saved tensors that wait on the host
+    flops: int = 0  # of matmuls and convolutions, if they were counted
+    moved: int = 0  # bytes of saved tensors kept on the host
 
     @property
     def gradients(self) -> int:
-        """Bytes of the gradients that it leaves."""
+        """Bytes of the gradients at its end."""
         return self.points[-1].gradients
 
 
 class Lines(NamedTuple):
-    """What pieces need, by operation or, where that is not possible, by traced size."""
+    """The memory of pieces by operation or, where that is not possible, by traced size."""
 
-    lines: list[Line]  # fixed are the gradients made by then
-    gradients: int  # bytes in the end
-    reach: int | None  # the largest size they hold for, in elements; None where there is no limit
+    lines: list[Line]  # their fixed part is the gradients made by then
+    gradients: int  # bytes at the end
+    reach: int | None  # the largest size in elements that they hold for; None without a limit
     largest: Trace  # the largest piece traced
 
 
 def lines_of(trace: Callable[[int], Trace], floor: int, samples: int, elements: int) -> Lines:
-    """Lines through traces of a small piece and of the whole batch.
+    """Return lines through traces of a small piece and of the whole batch.
 
-    Where their operations differ (a loop over samples, another kernel for larger ones), sizes
-    between are traced, each the double of the one before.
+    If their operations differ (a loop over samples, another kernel for larger ones), sizes between
+    are traced, each the double of the one before.
     """
     small = min(samples, max(floor, min(2, samples // 2)))
     traces = {small: trace(small)}
@@ -50,7 +50,7 @@ def lines_of(trace: Callable[[int], Trace], floor: int, samples: int, elements: 
             traces[size] = traces.get(size) or trace(size)
         except TooLong:
             if size == samples:
-                continue  # then as far as it goes
+                continue  # smaller sizes may still be traced
             break
         if size != small and traces[size].operations == traces[small].operations:
             return Lines(
@@ -69,7 +69,7 @@ def lines_of(trace: Callable[[int], Trace], floor: int, samples: int, elements: 
 
 
 def by_operation(small: Trace, large: Trace, elements: int) -> list[Line]:
-    """A line through the live bytes at each operation."""
+    """Return a line through the live bytes at each operation."""
     lines = []
     for one, other in zip(small.points, large.points, strict=True):
         slope = (other.live - one.live) / (large.size - small.size) / elements
@@ -80,9 +80,9 @@ def by_operation(small: Trace, large: Trace, elements: int) -> list[Line]:
 
 
 def by_peak(traces: Sequence[Trace], elements: int) -> list[Line]:
-    """Chords between the peaks: they lie above a convex function.
+    """Return chords between the peaks, which lie above a convex function.
 
-    Of a single trace there is its peak alone.
+    A single trace gives a constant: its peak.
     """
     peaks = [
         (trace.size * elements, max(point.live - point.gradients for point in trace.points))

@@ -71,10 +71,10 @@ def plan(
 
 
 class Budget(NamedTuple):
-    """What there is."""
+    """The memory that may be used, and the measured time."""
 
-    memory: int | None  # bytes; None: what this process could hold now
-    # γ, in seconds per element, and δ, in seconds per piece, as far as calls have shown them
+    memory: int | None  # bytes; None: the present capacity of this process
+    # γ, in seconds per element, and δ, in seconds per piece; None before calls have shown them
     time: tuple[float, float] | None
 
 
@@ -120,9 +120,9 @@ def _check_nothing_kept(timelines: Sequence[Timeline]) -> None:
 
 
 def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:
-    """Lines of pieces made in this way, or why there are none."""
+    """Return the lines of pieces made in this way, or the reason why there are none."""
     samples = tracer.view.worth
-    try:  # from half the batch on: of a small piece some tensors are too small to be moved
+    try:  # from half the batch on: some tensors of a small piece are too small to be moved
         return lines_of(
             partial(tracer.piece, way=way, count=True),
             max(floor, samples // 2),
@@ -146,7 +146,7 @@ def _why(error: Exception) -> str:
 
 @dataclass
 class _Traced:
-    """What was found, and what the process holds besides."""
+    """The findings of the traces, and the memory of the process beside them."""
 
     context: Resources
     view: BatchView
@@ -154,10 +154,11 @@ class _Traced:
     lines: Lines
     ways: Mapping[Way, Lines | str]
     state: int  # bytes of the optimizer's state, once it is there
-    step: int  # bytes at the peak of its step beyond that and the gradients
+    step: int  # bytes at the peak of its step beyond state and gradients
 
     def report(self, budget: Budget) -> PlanReport:
-        context, samples, reading = self.context, self.view.worth, self.context.monitor.read_now()
+        context, samples = self.context, self.view.worth
+        reading = context.monitor.read_now()
         seen = reading if isinstance(reading, Headroom) and reading.doubt is None else None
         capacity = seen.capacity if budget.memory is None and seen is not None else budget.memory
         usable = None if capacity is None else int(capacity * (1 - context.settings.policy.margin))
@@ -196,7 +197,7 @@ class _Traced:
     def _weighed(
         self, largest: int, usable: int, held: int, step: int, time: tuple[float, float] | None
     ) -> tuple[PlannedWay, ...]:
-        """The ways beside none, where they were traced."""
+        """Return every way with its cost; empty unless ways were traced."""
         known = Known(
             time,
             seconds_to_move(self.context.devices[0])
@@ -227,18 +228,20 @@ class _Traced:
         return self.context.settings.policy.limits.pieces(self.view.worth, size) if size else 0
 
     def _held(self, seen: Headroom | None) -> tuple[int, int]:
-        """Bytes of parameters and buffers, and of all else that the process holds but gradients and optimizer state."""
-        context, now = self.context, self.context.meter.usage()
+        """Return the bytes of parameters and buffers, and of the rest of the process.
+
+        Gradients and optimizer state are in neither.
+        """
+        context = self.context
+        now = context.meter.usage()
         device = context.devices[0]
         owned = [
             tensor
             for root in context.model.roots
             for tensor in (*root.parameters(), *root.buffers())
         ]
-        parameters, gradients = (
-            storage_bytes(owned, device),
-            storage_bytes([leaf.grad for leaf in context.model.leaves], device),
-        )
+        parameters = storage_bytes(owned, device)
+        gradients = storage_bytes([leaf.grad for leaf in context.model.leaves], device)
         state = (
             0
             if self.optimizer is None
@@ -254,9 +257,9 @@ class _Traced:
         return parameters, max(0, ours - parameters - gradients - state)
 
     def _model(self, found: Lines, held: int, step: int) -> PeakModel:
-        """Pieces that find gradients there, and a call's only piece, which makes them.
+        """Return the model of the peak, for pieces that find gradients and for a call's only piece.
 
-        What is isolated makes them once more beside the ones kept.
+        An isolated piece makes gradients once more, beside those that are kept.
         """
         settings, lines = self.context.settings, found.lines
         wide = settings.gradients.accumulate_dtype
@@ -278,13 +281,13 @@ class _Traced:
         return PeakModel(lines, lines, held=held, step=step, reach=found.reach)
 
     def _clamp(self, size: int) -> int:
-        """The size as the policy allows it; 0 where it allows none so small."""
+        """Return the size as the policy allows it; 0 if it allows none so small."""
         limits = self.context.settings.policy.limits
         whole = size == self.view.worth and (limits.maximum is None or size <= limits.maximum)
         return size if whole else limits.clamp(size) if size >= limits.floor else 0
 
     def _is_first(self, size: int) -> bool:
-        """Whether pieces of that size are a whole call each, which begins without gradients."""
+        """Return whether a piece of that size is a whole call that begins without gradients."""
         return size >= self.view.length and all(
             leaf.grad is None for leaf in self.context.model.leaves
         )

@@ -1,4 +1,4 @@
-"""What a plan says: the peak of each size by its parts, and the largest size that fits."""
+"""Reports of plans: the peak of each size by its parts, and the largest size that fits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class PlannedSize:
 
     Attributes:
         size: samples of a piece.
-        pieces: how many of them the batch is cut into.
+        pieces: their number in the batch.
         parameters: bytes of parameters and buffers.
         gradients: bytes of gradients at the peak.
         optimizer: bytes of the optimizer's state; 0 where no optimizer was given.
-        other: bytes that the process holds besides: the batch, other models.
+        other: other bytes of the process: the batch, other models.
         activations: bytes of activations and temporaries at the peak of forward and backward.
         peak: bytes at the highest point of forward, backward and the optimizer's step, before any
-            margin; None for a size that nothing is known of.
-        fits: whether that fits, margin included; None where it is not known how much there is.
-        seconds: of a call on the batch in pieces of that size, forward and backward; None while no
-            calls were timed at two sizes.
+            margin; None for a size beyond the traced ones.
+        fits: True if that fits, margin included; None while the memory is not known.
+        seconds: time of a call on the batch in pieces of that size, forward and backward; None
+            before calls were timed at two sizes.
     """
 
     size: int
@@ -47,16 +47,16 @@ class PlannedWay:
         name: "none", "offload" (saved tensors wait on the host) or "checkpoint" (blocks run again
             in backward).
         largest: the largest size that fits, in samples; 0 if none does.
-        pieces: how many of them the batch is cut into.
-        work: multiplications and additions of a sample, as a multiple of those without any way;
-            None where the model has none in products.
+        pieces: their number in the batch.
+        work: multiplications and additions of a sample, as a multiple of those of "none"; None if
+            the model has neither matmuls nor convolutions.
         moved: bytes of a sample that go to the host and come back.
-        seconds: of a call on the batch in these pieces: the measured γ and δ, γ times `work`, δ
-            times the operations, and with what was moved at the speed of a copy; None while it is
-            not known.
-        pays: where a piece costs as much time besides its samples as this many samples take (δ/γ)
-            or more, "checkpoint" is faster than "none"; None where it never is, and for the others.
-        reason: why this way cannot be gone; None where it can.
+        seconds: time of a call on the batch in these pieces: the measured γ times `work`, the
+            measured δ times the operations, and the copies of `moved`; None while γ and δ are not
+            known.
+        pays: the least overhead of a piece (δ/γ, in samples) at which "checkpoint" is faster than
+            "none"; None if it never is, and for the other ways.
+        reason: why this way is impossible; None if it is possible.
     """
 
     name: str
@@ -71,20 +71,20 @@ class PlannedWay:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan found; `str()` of it is a table.
+    """The result of a plan; `str()` of it is a table.
 
     Attributes:
         samples: length of the batch.
         sizes: the whole batch, its halves, and the largest size that fits, largest first; empty
-            where there is no plan.
-        largest: the largest size that fits, in samples; 0 if none does, None where it is not known.
-        capacity: bytes that the plan was held against; None where they are not known.
-        usable: what the policy's margin leaves of them.
-        step: bytes at the peak of the optimizer's step; 0 where no optimizer was given.
-        reason: why there is no plan; None where there is one.
-        model: the peak as a function of elements; None where there is no plan.
-        ways: the ways to make pieces; empty unless `compare=True` was asked for and it is known how
-            much memory there is.
+            without a plan.
+        largest: the largest size that fits, in samples; 0 if none does, None if it is not known.
+        capacity: bytes that the peaks are compared with; None if they are not known.
+        usable: bytes of the capacity without the policy's margin.
+        step: bytes at the peak of the optimizer's step; 0 if no optimizer was given.
+        reason: why there is no plan; None if there is one.
+        model: the peak as a function of elements; None without a plan.
+        ways: the ways to make pieces; empty without `compare=True` or while the memory is not
+            known.
     """
 
     samples: int
@@ -99,16 +99,16 @@ class PlanReport:
 
     @property
     def fastest(self) -> str | None:
-        """The way with which the batch takes the least time in this memory; None where none fits, or where too little is known of time."""
+        """The way with the least time for the batch; None if none fits or times are not known."""
         fitting = [way for way in self.ways if way.largest]
         if len(fitting) == 1 or (fitting and fitting[0].name == "none" and fitting[0].pieces == 1):
-            # the only one; or the batch is never split, and less work is faster
+            # the only one that fits; or the batch is not split, and less work is faster
             return fitting[0].name
         known = [(way.seconds, way.name) for way in fitting if way.seconds is not None]
         return min(known)[1] if known and len(known) == len(fitting) else None
 
     def __str__(self) -> str:
-        """The verdict and the table."""
+        """Return the verdict and the table."""
         if self.reason is not None:
             return f"no plan: {self.reason}"
         rows = [[each.name for each in fields(PlannedSize)]]
@@ -129,8 +129,9 @@ class PlanReport:
         )
 
     def _comparison(self) -> list[str]:
-        """The ways, and the fastest."""
-        rows, notes = [["way", "largest", "pieces", "work", "moved", "seconds"]], []
+        """Return the table of ways, with the fastest."""
+        rows = [["way", "largest", "pieces", "work", "moved", "seconds"]]
+        notes = []
         for way in self.ways:
             work = "?" if way.work is None else f"{way.work:.2f} x"
             rows.append(
@@ -162,7 +163,10 @@ class PlanReport:
         if self.capacity is None or self.usable is None:
             return f"batch of {self.samples}; how much memory there is is not known: give budget="
         fit = f"pieces of {self.largest} fit" if self.largest else "not even the smallest size fits"
-        return f"batch of {self.samples}; {format_bytes(self.usable)} of {format_bytes(self.capacity)} may be used: {fit}"
+        return (
+            f"batch of {self.samples}; {format_bytes(self.usable)} of "
+            f"{format_bytes(self.capacity)} may be used: {fit}"
+        )
 
 
 def _in_words(seconds: float | None) -> str:

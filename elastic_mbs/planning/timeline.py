@@ -19,7 +19,7 @@ MOST_OPERATIONS = 100_000  # of one trace: 5 s or so
 
 
 class TooLong(Exception):
-    """A trace has more operations than anyone would wait for."""
+    """A trace has more operations than are worth waiting for."""
 
 
 class OpaqueKernelError(Exception):
@@ -27,16 +27,16 @@ class OpaqueKernelError(Exception):
 
 
 class Point(NamedTuple):
-    """What is there after one operation, in bytes."""
+    """Bytes after one operation."""
 
-    live: int  # all that the trace has made
-    gradients: int  # of leaves that have their gradient by now
+    live: int  # in all storages made by the trace
+    gradients: int  # of the leaves that have committed by now
 
 
 class Timeline(TorchDispatchMode):
-    """Counts the storages that operations make on one device, and notes the sum after each.
+    """Count of the bytes that operations make on one device, after each of them.
 
-    What was there before is not counted.
+    Storages that existed before are not counted.
     """
 
     supports_higher_order_operators = True
@@ -49,10 +49,10 @@ class Timeline(TorchDispatchMode):
         self.operations: list[Any] = []
         self._device = device
         self.gradients = 0  # bytes of the gradients made so far
-        self._leaves: set[int] = set()  # that have one
+        self._leaves: set[int] = set()  # ids of the leaves that have one
         self._storages = LiveStorages()
-        self.elsewhere = False  # what is made now is made in other memory
-        self.flops = 0  # in products, where they are counted
+        self.elsewhere = False  # storages made now are in other memory
+        self.flops = 0  # of matmuls and convolutions, if they are counted
         self._count = count
 
     @property
@@ -61,13 +61,13 @@ class Timeline(TorchDispatchMode):
         return self._storages.settled()
 
     def committed(self, leaf: Tensor) -> None:
-        """Takes note that a leaf has its gradient; for its hook."""
+        """Note that a leaf has its gradient; a hook of the leaf."""
         if leaf.grad is not None and leaf.device == self._device and id(leaf) not in self._leaves:
             self._leaves.add(id(leaf))
             self.gradients += leaf.grad.untyped_storage().nbytes()
 
     def note(self) -> None:
-        """Notes what is there now."""
+        """Note the bytes of this moment."""
         self.points.append(Point(self.live, self.gradients))
 
     def _admit(self, value: Any, *, made: bool) -> None:
@@ -88,12 +88,12 @@ class Timeline(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is _DEVICE:  # asked for more often than all else together
+        if func is _DEVICE:  # more frequent than all other operations together
             return args[0].device
         self._admit(args, made=False)
         out = _with_storage(func, args, func(*args, **(kwargs or {})))
         self._admit(out, made=not self.elsewhere)
-        # a question makes nothing, and is not asked every time
+        # a query makes nothing, and does not run every time
         if isinstance(out, Tensor | tuple | list):
             self.operations.append(func)
             self.note()

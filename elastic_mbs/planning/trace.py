@@ -31,7 +31,7 @@ class UntraceableStepError(Exception):
 
 @dataclass
 class Tracer:
-    """Traces pieces of a batch. The model is made of fakes while it does."""
+    """Tracer of pieces of a batch. The model is made of fakes meanwhile."""
 
     context: Resources
     view: BatchView
@@ -41,7 +41,7 @@ class Tracer:
     timelines: list[Timeline] = field(default_factory=list)
 
     def piece(self, size: int, way: Way = Way.NONE, *, count: bool = False) -> Trace:
-        """The first so many samples, with gradients empty before; those that it makes stay.
+        """Trace the first `size` samples into empty gradients, which stay.
 
         With `count` the work is counted.
         """
@@ -86,7 +86,7 @@ class Tracer:
         return [self.fakes(leaf) for leaf in self.context.model.leaves]
 
     def _backward(self, loss: Tensor) -> None:
-        """With the gradients of leaves outside the model set aside: those are real."""
+        """Run backward, with the real gradients of leaves outside the model set aside."""
         assert loss.grad_fn is not None
         outside = [
             (leaf, leaf.grad)
@@ -102,7 +102,10 @@ class Tracer:
                 leaf.grad = grad
 
     def step(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Bytes of the optimizer's state once it is there, and of its step's peak beyond state and gradients, which are those of the last piece."""
+        """Return the bytes of the optimizer's state, and of its step's peak beyond that.
+
+        Gradients, of the last piece, are in neither.
+        """
         device = self.context.devices[0]
         try:
             run, state = step_of(optimizer, self.fakes)
@@ -117,7 +120,7 @@ class Tracer:
 
 @contextmanager
 def _rnn_in_operations(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Has torch run an RNN on CUDA as plain operations: of cuDNN's kernel a fake one does not tell what it keeps for the backward."""
+    """Disable cuDNN's RNN inside the block, if there is one: its fake omits the saved workspace."""
     before = torch.backends.cudnn.enabled
     try:
         if any(isinstance(module, nn.RNNBase) for module in modules):

@@ -1,10 +1,10 @@
-"""Which way of saving memory, if any, is the fastest: none, saved tensors on the host, or blocks that run again in backward.
+"""Ways to save memory and their time: none, saved tensors on the host, or blocks run again.
 
-PAPAYA (arXiv 2303.14633): where C bytes may be used, and a piece of m samples takes α·m + β bytes
-and γ·m + δ seconds, a way that has α′ and γ′ instead is faster exactly if its P-score (α − α′)/(γ′
-− γ) is above the P-point (C − β)/δ: if γ′ + δ/m′ is below γ + δ/m for the largest sizes m′ and m
-that fit. Here these sizes come from traces, not from a straight line, pieces are whole, and δ grows
-with the number of operations.
+PAPAYA (arXiv 2303.14633): C bytes may be used, and a piece of m samples takes α·m + β bytes and
+γ·m + δ seconds. A way that has α′ and γ′ instead is faster exactly if its P-score
+(α − α′)/(γ′ − γ) is above the P-point (C − β)/δ: if γ′ + δ/m′ is below γ + δ/m for the largest
+sizes m′ and m that fit. Here these sizes come from traces and not from a straight line, pieces are
+whole, and δ grows with the number of operations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastic_mbs.planning.report import PlannedWay
 from elastic_mbs.planning.timeline import Timeline
 from elastic_mbs.rollback.saved_tensors import Slot
 
-COPIED = 4 * 2**20  # bytes that are copied to see how long that takes
+COPIED = 4 * 2**20  # bytes of the copies that are timed
 COPIES = 5
 
 
@@ -42,11 +42,11 @@ class Way(StrEnum):
 
 
 class NoWayError(Exception):
-    """The model gives nothing to do it with."""
+    """The model has nothing that this way applies to."""
 
 
 class Known(NamedTuple):
-    """What was measured."""
+    """The measured times."""
 
     # γ, in seconds per sample, and δ, in seconds per piece, without any of the ways
     time: tuple[float, float] | None = None
@@ -54,7 +54,7 @@ class Known(NamedTuple):
 
 
 class _Moved(OffloadedTensors):
-    """Saved tensors on the host, on fakes: what is there is not on the device."""
+    """Saved tensors on the host, for fakes: their bytes do not count on the device."""
 
     def __init__(self, context: Resources, data: Any, timeline: Timeline) -> None:
         held = (
@@ -62,7 +62,7 @@ class _Moved(OffloadedTensors):
             for root in context.model.roots
             for tensor in (*root.parameters(), *root.buffers())
         )
-        once = iter([*held, *tensors_in(data)])  # it is entered once, and keeps no fakes
+        once = iter([*held, *tensors_in(data)])  # entered once: it keeps no fakes
         super().__init__(lambda: once)
         self.bytes = 0
         self._timeline = timeline
@@ -80,7 +80,7 @@ class _Moved(OffloadedTensors):
 
 @contextmanager
 def made(way: Way, context: Resources, data: Any, timeline: Timeline) -> Iterator[_Moved | None]:
-    """A piece inside the block is made in this way."""
+    """Make a piece inside the block in this way."""
     if way is Way.OFFLOAD:
         with _Moved(context, data, timeline) as moved:
             yield moved
@@ -98,7 +98,10 @@ def made(way: Way, context: Resources, data: Any, timeline: Timeline) -> Iterato
 
 
 def seconds_to_move(device: torch.device) -> float | None:
-    """Seconds for a byte to go to the host and come back, the best of a few copies; None where there is no room to try."""
+    """Return the seconds for a byte to go to the host and back; None without room to try.
+
+    The best of a few copies counts.
+    """
     best = math.inf
     try:
         with on_host():
@@ -123,7 +126,11 @@ def weighed(
     before: int,
     known: Known,
 ) -> PlannedWay:
-    """What a way brings and costs, whose largest pieces cut the batch into `pieces`, where it were `before` without any; 0 where none fits."""
+    """Return the gain and cost of one way compared with none.
+
+    Its largest pieces cut the batch into `pieces`, 0 if none fits; without any way there would be
+    `before`.
+    """
     work = trace.flops / trace.size / (none.flops / none.size) if none.flops else None
     calls = len(trace.operations) / len(none.operations)
     moved = trace.moved / trace.size

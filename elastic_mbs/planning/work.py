@@ -1,4 +1,7 @@
-"""The work in an operation, as what it multiplies and adds in products: by torch's table, with what that lacks of CPU kernels."""
+"""The work of an operation: multiplications and additions in matmuls and convolutions.
+
+The formulas are torch's, with CPU kernels added that its table lacks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Of an operation on fakes; 0 for those that are no products."""
+    """Return the FLOPs of an operation on fakes; 0 unless it is a matmul or a convolution."""
     formula = _FORMULAS.get(func._overloadpacket, lambda *args, **kwargs: 0)
     return formula(*args, **(kwargs or {}), out_val=out)
 

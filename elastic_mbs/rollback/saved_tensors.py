@@ -26,7 +26,7 @@ class Slot:
         self.version = -1 if tensor.is_inference() else tensor._version
 
     def get(self) -> torch.Tensor:
-        """The tensor, for backward."""
+        """Return the tensor, for backward."""
         tensor = self.tensor
         if tensor is None:
             raise RuntimeError(

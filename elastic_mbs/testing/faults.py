@@ -1,6 +1,6 @@
-"""Out-of-memory errors at random places inside guarded attempts: what `--oom-injection` does to a test.
+"""Out-of-memory errors at random places inside guarded attempts, for `--oom-injection`.
 
-Where errors strike follows from the seed, the test's name and, for a property test, the example's
+The places follow from the seed, the test's name and, for a property test, the example's
 arguments; not from time, memory or threads.
 """
 
@@ -25,20 +25,20 @@ from elastic_mbs.engine import hooks
 from elastic_mbs.testing.injection import InjectOOM
 
 CHOSEN = 0.5  # fraction of the tests that `random` chooses
-# most errors in one call: a real shortage is answered by smaller pieces, one that strikes at random
-# must not use up the retries
+# errors in one call, at most: smaller pieces end a real shortage, but random errors would go on and
+# use up the retries
 PER_CALL = 2
-# operations that an attempt is taken to have before one has been seen to its end
+# assumed operations of an attempt, before one has been seen to its end
 _FIRST_LENGTH = 48
 
 
 def is_chosen(seed: int, test: str) -> bool:
-    """Whether `random` chooses a test."""
+    """Return whether `random` chooses a test."""
     return random.Random(f"{seed}:{test}:chosen").random() < CHOSEN
 
 
 def noting_compile() -> Any:
-    """A patch under which `torch.compile` notes its calls with the injector of the test that makes them."""
+    """Return a patch of `torch.compile` that tells the running test's injector of its calls."""
     compile_ = torch.compile
 
     @wraps(compile_)
@@ -51,26 +51,29 @@ def noting_compile() -> Any:
 
 
 class RandomFaults:
-    """A context manager in which operations of guarded attempts, in its thread, fail with `torch.OutOfMemoryError` at random places.
+    """A context manager that injects `torch.OutOfMemoryError` into guarded attempts of its thread.
 
     A piece is not struck again before another one has committed, so that errors alone never lead to
-    the floor; a try of the optimizer's step is struck only where its next try is real. `always`:
-    each call is struck at its first attempt, where that is long enough, and not by chance.
+    the floor. A try of the optimizer's step is struck only if another try can follow. `always`:
+    each call is struck at its first attempt, if that is long enough, and not by chance.
     """
 
     def __init__(self, seed: int, test: str, *, always: bool = False) -> None:
-        # what was made to fail: operation, its number in its attempt, and the attempt's number
+        # the injected errors: operation, its number in its attempt, and the attempt's number
         self.hits: list[str] = []
         self.attempts = 0  # guarded attempts seen
         self._seed, self._test, self._always = seed, test, always
         self._thread = 0
         self._open: list[_Attempt] = []
-        # torch.compile was called in the block: what it gives does not run under a dispatch mode
+        # torch.compile was called in the block: its results do not run under a dispatch mode
         self.compiles = False
         self.restart()
 
     def restart(self, example: str = "") -> None:
-        """Goes back to the first draw: an example of a property test (its arguments in words) has to behave the same when it is run again."""
+        """Go back to the first draw.
+
+        An example of a property test (its arguments in words) has to behave the same in each run.
+        """
         self._random = random.Random(
             f"{self._seed}:{self._test}:{re.sub(r'0x[0-9a-fA-F]+', '', example)}"
         )
@@ -95,10 +98,10 @@ class RandomFaults:
         ready: bool,
         protected: Callable[[], bool] | None = None,
     ) -> None:
-        """An attempt of a call or of an optimizer's step begins, as `hooks.fault_injector`.
+        """Begin an attempt of a call or of an optimizer's step, as `hooks.fault_injector`.
 
-        `ready`: nothing has failed since something last succeeded, so one more failure is not the
-        last. `protected`: what runs now is the user's and is not tried again, so it must not fail.
+        `ready`: an attempt has succeeded since the last failure, so another one is recoverable.
+        `protected`: tells that code of the user's runs that is not tried again and must not fail.
         """
         if threading.get_ident() != self._thread:
             return
@@ -117,7 +120,7 @@ class RandomFaults:
             attempt.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def end(self) -> None:
-        """The latest attempt has ended."""
+        """End the latest attempt."""
         if threading.get_ident() == self._thread and self._open:
             attempt = self._open.pop()
             attempt.leave()
@@ -125,7 +128,7 @@ class RandomFaults:
                 self._length = max(1, attempt.count)
 
     def _draw(self, owner: object) -> int:
-        """The number of the operation that is to fail, from 1, or 0 for none."""
+        """Return the number of the operation that is to fail, from 1, or 0 for none."""
         left = self._left.get(owner)
         if left is None:
             left = self._left[owner] = self._random.randint(1 if self._always else 0, PER_CALL)
@@ -139,7 +142,10 @@ class RandomFaults:
         )
 
     def strike(self, attempt: _Attempt, name: str) -> None:
-        """Fails an operation of an attempt where it is its turn, and neither that of an attempt inside it nor the user's own code runs."""
+        """Fail an operation of an attempt, if it is its turn.
+
+        Operations of an attempt inside it, and of protected code, are spared.
+        """
         if self._open[-1:] != [attempt] or attempt.struck:
             return
         attempt.count += 1
@@ -151,7 +157,7 @@ class RandomFaults:
 
 
 class _Attempt(InjectOOM):
-    """Sees the operations of one attempt, where one of them is to fail."""
+    """The operations of one attempt, one of which is to fail."""
 
     def __init__(
         self, faults: RandomFaults, owner: object, at: int, protected: Callable[[], bool]
@@ -169,7 +175,7 @@ class _Attempt(InjectOOM):
 
 
 def _is_injected() -> bool:
-    """Whether the test injects by itself here: then it says what is to fail."""
+    """Return whether the test injects by itself here and so chooses the errors."""
     return any(
         isinstance(mode, InjectOOM) and not isinstance(mode, _Attempt)
         for mode in _get_current_dispatch_mode_stack()

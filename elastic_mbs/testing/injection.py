@@ -1,4 +1,4 @@
-"""OutOfMemoryError at the n-th operation that can allocate, n = 1, 2, …, until a run has no failure."""
+"""`torch.OutOfMemoryError` at chosen operations: at the n-th, n = 1, 2, …, or from there on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def can_allocate(operation: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether an operation may ask for memory: it returns a tensor that is no view of an argument, or works on a sparse tensor in place."""
+    """Return whether an operation may ask for memory.
+
+    It does if it returns a tensor that is no view of an argument, or works on a sparse tensor.
+    """
     if any(isinstance(arg, torch.Tensor) and arg.is_sparse for arg in args):
         return True
     return any(
@@ -20,7 +23,7 @@ def can_allocate(operation: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
 
 
 class InjectOOM(TorchDispatchMode):
-    """Raises `torch.OutOfMemoryError` in place of chosen operations, forward and backward, counted over the whole `with` block.
+    """A `with` block in which chosen operations, forward and backward, run out of memory.
 
     Args:
         at: numbers of the operations that fail, from 1; each fails once.
@@ -28,7 +31,7 @@ class InjectOOM(TorchDispatchMode):
 
     Attributes:
         count: operations that can allocate seen so far.
-        hits: what was made to fail, by name.
+        hits: names of the operations that failed.
     """
 
     supports_higher_order_operators = True
@@ -41,7 +44,7 @@ class InjectOOM(TorchDispatchMode):
         self.hits: list[str] = []
 
     def step(self, name: str) -> None:
-        """Counts one operation.
+        """Count one operation.
 
         Raises:
             torch.OutOfMemoryError: it is this one's turn to fail.

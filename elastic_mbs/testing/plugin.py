@@ -1,4 +1,4 @@
-"""The pytest plugin's hooks; what it is for stands in `elastic_mbs.testing`."""
+"""Hooks of the pytest plugin that `elastic_mbs.testing` documents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MARKER = "no_oom_injection"
 _FAULTS = pytest.StashKey[RandomFaults]()
 _SEED = "oom_injection_seed"
 _COUNT = "oom_injection"
-_SHOWN = 20  # most errors that a report lists: a property test may have met thousands
+_SHOWN = 20  # errors in a report, at most: a property test may have met thousands
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options."""
+    """Add the options."""
     group = parser.getgroup("elastic_mbs", "out-of-memory errors in elastic_mbs calls")
     group.addoption(
         "--oom-injection",
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker, draws a seed where none was given, and follows `torch.compile`."""
+    """Register the marker, draw a seed if none was given, and follow `torch.compile`."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}: out-of-memory errors are not injected here: it asserts how many there are, "
@@ -60,12 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Gives a worker of pytest-xdist the seed of all."""
+    """Give a worker of pytest-xdist the common seed."""
     node.workerinput[_SEED] = node.config.option.oom_injection_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Mode and seed."""
+    """Return mode and seed."""
     return (
         None
         if config.option.oom_injection == "never"
@@ -75,9 +75,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Runs the test's body under errors, where it is chosen.
+    """Run the body of a chosen test under errors.
 
-    Fixtures are left alone: they may serve tests that are not.
+    Fixtures are left alone: they may serve other tests.
     """
     mode, seed = item.config.option.oom_injection, item.config.option.oom_injection_seed
     left_alone = (
@@ -90,7 +90,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         with faults, _each_example_anew(item, faults):
             return (yield)
     finally:
-        # from here it comes to xdist's controller, and into junit.xml
+        # a property reaches xdist's controller and junit.xml
         item.user_properties.append((_COUNT, len(faults.hits)))
 
 
@@ -98,11 +98,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tells in a failing test's report what was injected, and how to repeat it."""
+    """List the injected errors in a failing test's report, with the command that repeats them."""
     report = yield
     faults = item.stash.get(_FAULTS, None)
     if faults is not None and report.when == "call" and report.failed:
-        head = f"{len(faults.hits)} in {faults.attempts} attempts, at most {_SHOWN} of them here, the last ones"
+        head = (
+            f"{len(faults.hits)} in {faults.attempts} attempts, "
+            f"at most {_SHOWN} of them here, the last ones"
+        )
         report.sections.append(
             (
                 "injected out-of-memory errors",
@@ -113,7 +116,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tells how much was injected: a suite that was never struck has shown nothing."""
+    """Report the number of errors: a suite that was never struck has shown nothing."""
     option = terminalreporter.config.option
     if option.oom_injection != "never":
         reports = [
@@ -143,19 +146,25 @@ def _options(option: Any) -> str:
 
 
 def _command(item: pytest.Item) -> str:
-    """What runs a test under the same errors, from the folder of pytest's configuration."""
+    """Return the command that repeats a test with its errors, from the configuration's folder."""
     named = "".join([f"-p {name} " for name in item.config.option.plugins if name == __package__])
     return f"pytest {named}{_options(item.config.option)} '{item.nodeid}'"
 
 
 def _is_state_machine(item: pytest.Item) -> bool:
-    """Whether it is a hypothesis test whose examples do not begin at a function that can be wrapped: the same example would meet other errors."""
+    """Return whether it is a hypothesis test without a function that begins each example.
+
+    Without one to wrap, the same example would meet other errors.
+    """
     body = getattr(item, "obj", None)
     return getattr(body, "is_hypothesis_test", False) and not hasattr(body, "hypothesis")
 
 
 def _each_example_anew(item: pytest.Item, faults: RandomFaults) -> AbstractContextManager[object]:
-    """Has each example of a hypothesis test begin at the first draw, so that what it does follows from its arguments, as hypothesis demands."""
+    """Begin each example of a hypothesis test at the first draw.
+
+    Its course then follows from its arguments alone, as hypothesis demands.
+    """
     handle = getattr(getattr(item, "obj", None), "hypothesis", None)
     if handle is None:
         return nullcontext()

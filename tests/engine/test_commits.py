@@ -243,7 +243,11 @@ def hidden_leaves_outside() -> Step:
         return nn.functional.cross_entropy(out, piece[1])
 
     both = nn.ModuleList([model, outside])
-    wanted = whole_gradient(both, lambda twin: loss_of(twin[0], twin[1], (x, y)))
+
+    def whole(twin: Any) -> Tensor:
+        return loss_of(twin[0], twin[1], (x, y))
+
+    wanted = whole_gradient(both, whole)
     step = Step(model, lambda piece: loss_of(model, outside, piece), (x, y), wanted)
     step.leaves = list(both.parameters())
     step.begin = outside.zero_grad

@@ -20,7 +20,7 @@ from tests.helpers.strikes import AtLine, Everywhere, until_clean
 
 pytestmark = pytest.mark.injectable
 
-VERIFY = ("elastic_mbs/verify.py", "engine/snapshot.py", "rollback/buffers.py")
+VERIFY = ("rehearsal/verify.py", "engine/snapshot.py", "rollback/buffers.py")
 
 
 def tokens() -> tuple[nn.Module, dict[str, Tensor]]:

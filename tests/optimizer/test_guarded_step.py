@@ -38,7 +38,7 @@ CASES += [
 
 @pytest.fixture(autouse=True)
 def quick_collections() -> Iterator[None]:
-    """Every failure collects garbage, and what the whole suite has imported is looked through each time."""
+    """Every failure collects garbage: objects of other tests would be searched each time."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -141,7 +141,7 @@ def test_an_error_at_any_line_of_the_guard_leaves_a_whole_step_or_none(
     # Out of memory is ours to recover from there, and all else passes: with nothing done, or with a
     # note that all is done, or that nothing is known.
     def spared(frame: FrameType) -> bool:
-        """What comes before the step, and our own way into a hook of the user's, whose errors are passed on as they are."""
+        """Lines before the step, and the call of a user's hook, whose errors pass unchanged."""
         in_hook = error is MemoryError and getattr(frame.f_locals.get("self"), "running", False)
         return in_hook or frame.f_code.co_name in ("__call__", "_check", "_retry")
 
@@ -246,7 +246,7 @@ def test_where_not_even_one_parameters_state_fits_everything_stays_as_it_was() -
     ("way", "room", "copies"),
     [("foreach", True, 2 * 16 * 2**14), ("foreach", False, 0), ("fused", True, 0)],
 )
-def test_copies_are_on_the_device_where_they_fit_and_on_the_host_otherwise_and_a_fused_step_takes_none(
+def test_copies_are_on_the_device_if_they_fit_and_else_on_the_host(
     way: str, room: bool, copies: int
 ) -> None:
     model, optimizer = layers("SGD", lr=0.1, momentum=0.9, **{way: True})
@@ -292,7 +292,7 @@ def test_any_other_error_passes_through_with_a_note_of_what_it_leaves(
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_runtime_that_is_not_enabled_steps_plainly_and_without_gradients_nothing_happens_but_the_hooks(
+def test_without_gradients_or_when_disabled_the_step_is_a_plain_one(
     scaled: bool,
 ) -> None:
     world = World("Adam", "foreach", scaled=scaled)
@@ -332,9 +332,7 @@ def test_what_cannot_be_stepped_is_refused_by_name() -> None:
         break
 
 
-def test_a_step_that_fits_one_parameter_at_a_time_does_not_fail_first_every_time_and_finds_back() -> (
-    None
-):
+def test_the_way_that_worked_comes_first_and_the_fastest_returns() -> None:
     reference, plain = layers("AdamW", foreach=True)
     for _ in range(45):
         plain.step()
@@ -357,9 +355,7 @@ def test_a_step_that_fits_one_parameter_at_a_time_does_not_fail_first_every_time
     assert same(model.state_dict(), reference.state_dict())
 
 
-def test_the_fastest_way_is_tried_again_at_intervals_that_grow_up_to_a_bound_for_each_kind_of_step() -> (
-    None
-):
+def test_the_fastest_way_is_tried_again_at_growing_intervals() -> None:
     order, began = AttemptOrder(), list[int]()
     for _ in range(400):
         began.append(order.first("adam"))
@@ -419,3 +415,15 @@ def test_a_subclass_of_torchs_may_couple_its_parameters() -> None:
     assert one_by_one(optimizer)
     assert not one_by_one(type("Mine", (torch.optim.Adam,), {})(model.parameters()))
     assert not one_by_one(torch.optim.LBFGS(model.parameters()))
+
+
+def test_gradients_stay_enabled_after_an_interrupt() -> None:
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has two overloads
+            torch.set_grad_enabled(False)  # as where the end of a no_grad block is interrupted
+            raise KeyboardInterrupt
+
+    model, _ = layers("SGD")
+    with pytest.raises(KeyboardInterrupt):
+        elastic(model).optimizer_step(Interrupted(model.parameters()))
+    assert torch.is_grad_enabled()

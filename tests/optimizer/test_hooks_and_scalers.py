@@ -1,4 +1,4 @@
-"""What else runs in a guarded step: hooks, schedulers and scalers; and what a plain one that runs out of memory inside `with mbs:` has left."""
+"""Hooks, schedulers and scalers in a guarded step; a plain step that did not end."""
 
 from typing import Any
 
@@ -110,7 +110,7 @@ def test_gradients_of_several_types_are_unscaled_once_each_wherever_that_fails()
     assert same(model.state_dict(), reference.state_dict())
 
 
-def test_a_step_hook_that_takes_itself_off_stays_off_and_a_scheduler_sees_the_step() -> None:
+def test_a_hook_that_removes_itself_stays_off() -> None:
     world, calls = World("SGD", "loop"), list[str]()
     scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, 1)
 
@@ -125,9 +125,7 @@ def test_a_step_hook_that_takes_itself_off_stays_off_and_a_scheduler_sees_the_st
     scheduler.step()  # warns, and so fails here, where it has seen no step
 
 
-def test_a_hook_before_the_step_sees_every_group_where_the_step_begins_one_parameter_at_a_time() -> (
-    None
-):
+def test_a_hook_sees_every_group_when_steps_go_one_by_one() -> None:
     world, seen = World("AdamW", "foreach"), list[int]()
     with Everywhere(at=[28, 70]):
         world.guarded()

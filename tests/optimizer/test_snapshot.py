@@ -1,4 +1,4 @@
-"""What is kept of an optimizer before its step takes the step back, whatever kind it is; where nothing fails, it is in nobody's way."""
+"""A snapshot takes back the step of any optimizer; without a failure it changes nothing."""
 
 import warnings
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Bare(torch.optim.Optimizer):
 
 
 class Coupled(torch.optim.Optimizer):
-    """Divides by the norm of all gradients together, changes them in place, as older optimizers do, rounds at random, and keeps averages."""
+    """Scales gradients in place by their common norm, rounds at random, and keeps averages."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -93,7 +93,7 @@ def with_gradients() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_step_of_an_optimizer_with_state_in_other_places_is_made_once_or_not_at_all(
+def test_a_step_with_state_in_other_places_is_made_once_or_not_at_all(
     make: Callable[[Any], torch.optim.Optimizer],
 ) -> None:
     def trained(inject: InjectOOM) -> list[Tensor]:
@@ -145,7 +145,7 @@ def test_an_attribute_that_a_failed_step_has_added_is_taken_away() -> None:
     assert (inject.hits, optimizer.count) == (["aten::neg"], 1)
 
 
-def test_a_closure_that_runs_a_batch_inside_the_step_is_no_step_that_did_not_end() -> None:
+def test_a_closure_that_runs_a_batch_is_no_unfinished_step() -> None:
     model, told = mlp(), list[Any]()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     with elastic(model, on_event=told.append) as mbs:

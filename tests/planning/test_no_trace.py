@@ -1,4 +1,4 @@
-"""A plan leaves no trace: not in the model, its gradients, the optimizer, the random streams or memory."""
+"""A plan leaves no trace in model, gradients, optimizer, random streams or memory."""
 
 import gc
 import random
@@ -161,9 +161,7 @@ def test_a_plan_takes_no_memory() -> None:
         assert budget.live - before < 4096
 
 
-def test_tensors_that_the_loss_function_keeps_are_refused_because_training_could_not_use_them() -> (
-    None
-):
+def test_tensors_that_the_loss_function_keeps_are_refused() -> None:
     model, kept = nn.Linear(8, 2), []
 
     def loss_fn(batch: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def plan_of(
 def real_peaks(
     budget: MemoryBudget, subject: Subject, sizes: list[int], *, emptied: bool
 ) -> dict[int, int]:
-    """The peak of forward and backward by size, into empty gradients or into those that are there."""
+    """The peak of forward and backward by size, into empty or existing gradients."""
     model, loss_fn, batch = subject
     found = {}
     for size in sizes:
@@ -117,7 +117,7 @@ class Uneven(nn.Module):
         return rows * rows.exp().detach() if len(x) > 12 else rows
 
 
-def test_where_operations_differ_from_size_to_size_no_size_takes_more_than_predicted() -> None:
+def test_operations_that_differ_by_size_take_no_more_than_predicted() -> None:
     model = Uneven()
     batch = torch.randn(32, 64), torch.randn(32, 64)
     subject: Subject = model, lambda b: (model(b[0]) - b[1]).square().mean(), batch
@@ -144,7 +144,7 @@ def test_what_is_isolated_is_counted_twice() -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])
-def test_of_a_short_batch_as_much_is_predicted_as_it_shows(samples: int) -> None:
+def test_a_short_batch_predicts_within_its_traces(samples: int) -> None:
     subject = mlp(samples)
     report, planned, elements = plan_of(subject)
     assert [planned_size.size for planned_size in report.sizes] == sorted(

@@ -1,4 +1,4 @@
-"""After a plan the first step runs at the largest size that fits, without an out-of-memory error and without a search."""
+"""After a plan the first step runs at the largest size that fits, without an error or search."""
 
 import json
 import random
@@ -94,7 +94,7 @@ worked.register_autograd(
 )
 
 
-def test_a_plan_that_knows_too_little_of_a_kernel_is_corrected_by_the_first_steps() -> None:
+def test_the_first_steps_correct_a_plan_that_missed_a_kernels_memory() -> None:
     model, batch = nn.Linear(64, 64), torch.randn(64, 64)
 
     def loss_fn(batch: Tensor) -> Tensor:
@@ -175,9 +175,7 @@ def test_a_planned_size_is_aligned_and_a_batch_that_fits_is_not_split(
     assert other.size <= max(size, align)
 
 
-def test_a_loop_written_out_starts_at_the_planned_size_under_the_name_of_the_function_that_was_planned() -> (
-    None
-):
+def test_a_loop_written_out_starts_at_the_size_planned_under_its_name() -> None:
     model, _, batch = gpt(12)
 
     def loss_fn(piece: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Offloading and checkpointing in a plan: the sizes that they allow are those that fit, and the fastest is PAPAYA's."""
+"""Offloading and checkpointing in a plan: their sizes fit, and the fastest is PAPAYA's."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -75,7 +75,7 @@ def test_the_largest_size_of_each_way_fits_and_the_next_does_not(
     assert found["none"].largest < min(found[name].largest for name in ways[1:])
 
 
-def test_as_many_bytes_are_moved_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_bytes_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss_fn, batch = subject = gpt(16)
     planned = plan_of(subject, 0.5, MemoryBudget(2**40))[1].ways[1].moved
     moved = []
@@ -91,7 +91,7 @@ def test_as_many_bytes_are_moved_as_planned(monkeypatch: pytest.MonkeyPatch) -> 
     assert planned == pytest.approx(sum(moved) / 16, abs=1)
 
 
-def test_a_way_that_cannot_be_gone_is_named_with_its_reason() -> None:
+def test_an_impossible_way_has_its_reason() -> None:
     budget = MemoryBudget(2**40)
     of = {
         make: {way.name: way.reason or "" for way in plan_of(make(16), 0.5, budget)[1].ways}
@@ -102,9 +102,7 @@ def test_a_way_that_cannot_be_gone_is_named_with_its_reason() -> None:
     assert {reasons["offload"] for reasons in of.values()} == {""}
 
 
-def test_the_fastest_is_known_where_one_way_alone_fits_or_nothing_is_split_and_else_from_measured_calls() -> (
-    None
-):
+def test_the_fastest_way_is_known_from_fits_or_measured_calls() -> None:
     torch.manual_seed(0)
     model, loss_fn, batch = subject = gpt(64)
     budget = MemoryBudget(2**40, track=[model, *batch])

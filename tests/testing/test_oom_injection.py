@@ -112,9 +112,7 @@ def test_code_outside_of_attempts_is_never_hit() -> None:
     assert hooks.fault_injector is None
 
 
-def test_evaluation_and_the_optimizers_step_are_hit_and_survive_it_but_never_a_users_step_hook() -> (
-    None
-):
+def test_evaluation_and_optimizer_steps_are_hit_but_no_users_hook() -> None:
     """It is run once, so an error in it would pass through."""
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -301,7 +299,7 @@ def test_counts_its_own_runs():
 """
 
 
-def test_code_that_is_not_exact_under_replay_fails_with_its_errors_and_the_command_that_repeats_them(
+def test_inexact_code_fails_with_its_errors_and_the_command(
     suite: pytest.Pytester,
 ) -> None:
     suite.makepyfile(test_inexact=SUITE + INEXACT)
@@ -370,7 +368,9 @@ class Machine(RuleBasedStateMachine):
     def train(self):
         assert run(1) == 0
 
-Machine.TestCase.settings = settings(max_examples=2, stateful_step_count=2, database=None, deadline=None)
+Machine.TestCase.settings = settings(
+    max_examples=2, stateful_step_count=2, database=None, deadline=None
+)
 TestMachine = Machine.TestCase
 """
     )
@@ -397,7 +397,10 @@ def test_workers_have_the_seed_that_is_told(suite: pytest.Pytester) -> None:
 
 
 def test_the_package_is_imported_without_pytest() -> None:
-    code = "import sys; sys.modules['pytest'] = None; import elastic_mbs.testing as t; print(t.InjectOOM.__name__)"
+    code = (
+        "import sys; sys.modules['pytest'] = None; "
+        "import elastic_mbs.testing as t; print(t.InjectOOM.__name__)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from elastic_mbs.device import Accelerator
-from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.errors import NestedCallError, UnsupportedError, UsageError
 
 _thread = threading.local()
 # The calls of all threads: a backward on a GPU has a thread of its own, and an optimizer could step
@@ -47,6 +47,30 @@ def leave_call(call: Any) -> None:
         _thread.call = None
     if call in _running:
         _running.remove(call)
+
+
+def check_outer(resources: object, *, training: bool) -> None:
+    """End a loop that was left early, and refuse a call inside a step that could not be undone.
+
+    Args:
+        resources: the resources of the call that is about to begin.
+        training: it makes gradients.
+
+    Raises:
+        IncompleteBatchError: a loop was left early.
+        NestedCallError: another call is inside its step function.
+    """
+    outer = running_call()
+    if outer is not None and not outer.inside:
+        error = outer.left_early()
+        outer.abort(error)
+        raise error
+    if outer is not None and (training or outer.resources is resources):
+        raise NestedCallError(
+            "a call was started inside the step function of another one, or in a function of "
+            "on_event while it runs, and could not be undone when that one is replayed: take it "
+            "out of there (an evaluation by another runtime may stay)"
+        )
 
 
 # ---------------------------------------------------------------------- steps of optimizers

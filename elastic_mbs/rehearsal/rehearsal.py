@@ -20,7 +20,7 @@ from elastic_mbs.errors import NestedCallError
 from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.planning.plan import Budget, plan
 from elastic_mbs.planning.report import PlanReport
-from elastic_mbs.verify import VerifyReport, verify
+from elastic_mbs.rehearsal.verify import VerifyReport, verify
 
 
 class Rehearsal:

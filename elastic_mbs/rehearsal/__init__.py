@@ -1,0 +1,1 @@
+"""Rehearsals of a step beside the training loop: `verify` and `plan`."""
