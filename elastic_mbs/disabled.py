@@ -148,7 +148,7 @@ class WholeBatch:
         if attempt.outputs is None:
             self.keep(attempt, outputs)
         loss = weighted_sum(terms, dict.fromkeys(terms, 1.0))
-        attempt.weigh(loss, 1.0, ())
+        attempt.take_loss(loss, 1.0, ())
         if self._settings.scaler is not None:
             loss = self._settings.scaler.scale(loss)
         backward = self._settings.gradients.backward

@@ -18,8 +18,6 @@ class Range:
 
     start: int
     stop: int
-    # ids of the leaves that have a commit of an attempt that failed half-way
-    committed: frozenset[int] = frozenset()
     weights: Weights | None = None  # of a piece; None where nothing in it counts
 
     def __len__(self) -> int:
@@ -62,9 +60,7 @@ class Schedule:
                 rest = self._rests.pop()
                 weights, reduction = self._counts.weights, self._reduction
                 for start, stop in reversed(self._cut(rest, size)):
-                    self._pieces.append(
-                        Range(start, stop, rest.committed, weights(start, stop, reduction))
-                    )
+                    self._pieces.append(Range(start, stop, weights(start, stop, reduction)))
             piece = self._pieces.pop()
             if piece.weights is not None:
                 return piece
@@ -117,7 +113,5 @@ class Schedule:
     def _join(self) -> None:
         """Undo the last cut."""
         if self._pieces:
-            self._rests.append(
-                Range(self._pieces[-1].start, self._pieces[0].stop, self._pieces[0].committed)
-            )
+            self._rests.append(Range(self._pieces[-1].start, self._pieces[0].stop))
             self._pieces.clear()

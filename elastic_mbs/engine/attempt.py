@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from elastic_mbs.batch.loss_terms import is_plain, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.outcome.result import StoredOutput
 from elastic_mbs.errors import UsageError
@@ -83,21 +84,39 @@ class Attempt:
         """Take the data of the piece."""
         self.data = data
 
-    def weigh(self, loss: torch.Tensor, weight: float, terms: tuple[torch.Tensor, ...]) -> None:
-        """Take the loss, with the weight of the piece in the batch.
+    def weigh(self, value: Any, names: tuple[str, ...] | None, place: OutputPlace) -> float:
+        """Take the loss that the user's step returned, and return its weight in the batch.
 
         Args:
-            loss: the scalar from which backward runs.
-            weight: the factor of the loss.
+            value: the loss, alone or with outputs (see `MicroBatch.backward`).
+            names: the names of the losses, where there are several.
+            place: the place where outputs that come with the loss are kept.
+        """
+        weights = self.piece.weights
+        assert weights is not None  # or the piece would have been skipped
+        if names is None and is_plain(value):
+            weight = weights[None]
+            self.take_loss(value, weight, (value,))
+            return weight
+        named, outputs = read_losses(value, names)
+        # Stored before backward: once a leaf has a commit, only backward itself should be able to
+        # fail.
+        if self.outputs is None:  # outputs given to `micro.keep` come first
+            self.keep(outputs, place)
+        self.take_loss(weighted_sum(named, weights), 1.0, tuple(named.values()))
+        return 1.0
+
+    def take_loss(self, loss: torch.Tensor, weight: float, terms: tuple[torch.Tensor, ...]) -> None:
+        """Take the scalar from which backward runs.
+
+        Args:
+            loss: the scalar.
+            weight: the factor of the loss in the batch's loss.
             terms: the tensors that the user's step returned as losses.
         """
         self.terms = terms
         self.loss = loss.detach() * weight
         self.graph = loss
-
-    def report(self, loss: torch.Tensor | None) -> None:
-        """Take another value as the loss of the piece, or none."""
-        self.loss = loss
 
     def keep(self, outputs: Any, place: OutputPlace) -> None:
         """Keep the outputs of the piece at `place`.

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 
-from elastic_mbs.batch.loss_terms import is_plain, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.attempt import Attempt, Failure, Phase
 from elastic_mbs.engine.outcome.result import StepResult, check_not_overwritten
@@ -237,7 +236,7 @@ class Call:
         parts = self.parts
         gradients = parts.gradients
         gradients.check_before(first=parts.progress.untouched)
-        weight = self._weigh(attempt, value)
+        weight = attempt.weigh(value, parts.batch.counts.names, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.
             self.resources.monitor.request_reading(rested=True)
@@ -248,23 +247,6 @@ class Call:
             gradients.run(attempt, weight)
         gradients.observe()
         self.phase = Phase.COMMIT
-
-    def _weigh(self, attempt: Attempt, value: Any) -> float:
-        """Give the attempt its loss, and return the loss's weight in the batch."""
-        weights = attempt.piece.weights
-        assert weights is not None  # or the piece would have been skipped
-        names = self.parts.batch.counts.names
-        if names is None and is_plain(value):
-            weight = weights[None]
-            attempt.weigh(value, weight, (value,))
-            return weight
-        named, outputs = read_losses(value, names)
-        # Stored before backward: once a leaf has a commit, only backward itself should be able to
-        # fail.
-        if attempt.outputs is None:  # outputs given to `micro.keep` come first
-            self.keep(attempt, outputs)
-        attempt.weigh(weighted_sum(named, weights), 1.0, tuple(named.values()))
-        return 1.0
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:
         """Keep the outputs of an attempt at the place of its pass."""
@@ -309,13 +291,8 @@ class Call:
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
             if parts.gradients.commit(attempt):
                 profile.learn_draws(parts.snapshot.drew_since_start())
-        buffers = self.resources.buffers
-        if buffers.watched:
-            profile.learn_buffers(
-                self.resources.retry(
-                    "compare the buffers with their copies", buffers.end_clean_piece
-                )
-            )
+        if parts.snapshot.watches_buffers:
+            profile.learn_buffers(parts.snapshot.buffers_show_the_split())
         parts.progress.commit(attempt)
         floor = self._floors.get(self._pass.training)
         if floor is not None:
@@ -326,9 +303,7 @@ class Call:
         self.phase = Phase.WAITING
 
     def _notice_edits(self) -> None:
-        progress = self.parts.progress
-        others_see = len(progress.committed) > 1 or bool(progress.schedule)
-        self.parts.edits.notice(others_see=others_see)
+        self.parts.edits.notice(others_see=self.parts.progress.has_others)
 
     # ------------------------------------------------------------------ after a failed attempt
 
@@ -510,14 +485,10 @@ class Call:
         self, what: str = "a loop over micro-batches was left early"
     ) -> IncompleteBatchError:
         """Return the error for a loop that did not run to its end, with the missing samples."""
-        missing = self.parts.progress.schedule.missing()
-        missing += [each.piece for each in (self.attempt, self.failure) if each is not None]
-        ranges = ", ".join(
-            f"{rest.start}:{rest.stop}" for rest in sorted(missing, key=lambda rest: rest.start)
-        )
+        begun = [each.piece for each in (self.attempt, self.failure) if each is not None]
         return IncompleteBatchError(
-            f"{what}: samples {ranges} of {self.parts.batch.view.length} were not run. Its "
-            "gradients have been emptied"
+            f"{what}: samples {self.parts.progress.missing(begun)} of "
+            f"{self.parts.batch.view.length} were not run. Its gradients have been emptied"
         )
 
 

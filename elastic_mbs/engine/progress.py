@@ -39,6 +39,20 @@ class Progress:
         """Whether no piece of the call has run yet."""
         return not self.committed and not self.failures
 
+    @property
+    def has_others(self) -> bool:
+        """Whether the piece that has just committed is not the only one of the batch."""
+        return len(self.committed) > 1 or bool(self.schedule)
+
+    def missing(self, begun: list[Range]) -> str:
+        """Return the samples that have not committed, in words.
+
+        Args:
+            begun: pieces that have begun and not ended.
+        """
+        rests = sorted([*self.schedule.missing(), *begun], key=attrgetter("start"))
+        return ", ".join(f"{rest.start}:{rest.stop}" for rest in rests)
+
     def next(self) -> Range | None:
         """Return the next piece, or None at the end of the batch."""
         return self.schedule.next(self.size)

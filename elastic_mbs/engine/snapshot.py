@@ -134,6 +134,20 @@ class Snapshot:
 
     # ------------------------------------------------------------------ what has changed since
 
+    @property
+    def watches_buffers(self) -> bool:
+        """Whether a piece can show that another buffer changes."""
+        return self._resources.buffers.watched
+
+    def buffers_show_the_split(self) -> bool:
+        """Return whether the forward changes a buffer in a way that depends on the split.
+
+        To be asked after a clean piece, from which it is learned.
+        """
+        return self._resources.retry(
+            "compare the buffers with their copies", self._resources.buffers.end_clean_piece
+        )
+
     def drew_since_start(self) -> bool:
         """Return whether the step has drawn since the call began, and learn which host streams."""
         start = self.start

@@ -328,7 +328,7 @@ class _Trial:
         out.phases.update(
             "optimizer" for event in events if isinstance(event, OptimizerOutOfMemory)
         )
-        out.partial += sum(event.mode == "piece" and event.committed > 0 for event in failures)
+        out.partial += sum(event.committed > 0 for event in failures)
         out.splits += sum(event.size_after < event.size_before for event in failures)
         ended = [event for event in events if isinstance(event, CallDone | CallFailed)]
         done = [event for event in ended if isinstance(event, CallDone)]

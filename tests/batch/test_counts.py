@@ -359,23 +359,19 @@ def test_a_batch_that_nothing_happens_to_is_cut_as_partition_says(
     assert tuple(pieces) == partition(0, samples, size, minimum=minimum, align=align)
 
 
-def test_a_piece_that_failed_comes_before_the_others_and_keeps_its_marks() -> None:
+def test_a_piece_that_failed_comes_before_the_others() -> None:
     schedule = Schedule(Counts.samples(12))
     first = schedule.next(4)
     assert first is not None
-    schedule.push(Range(first.start, first.stop, frozenset({7})))
+    schedule.push(Range(first.start, first.stop))
     assert sorted((rest.start, rest.stop) for rest in schedule.missing()) == [(0, 4), (4, 12)]
     again = [schedule.next(2) for _ in range(3)]
-    assert [(p.start, p.stop, p.committed) for p in again if p is not None] == [
-        (0, 2, {7}),
-        (2, 4, {7}),
-        (4, 6, frozenset()),
-    ]
+    assert [(p.start, p.stop) for p in again if p is not None] == [(0, 2), (2, 4), (4, 6)]
 
 
 def test_a_restart_forgets_what_was_handed_out_and_skipped() -> None:
     schedule = Schedule(counted([0, 1, 1]))
-    assert schedule.next(1) == Range(1, 2, frozenset(), {None: 0.5})
+    assert schedule.next(1) == Range(1, 2, {None: 0.5})
     assert schedule.skipped == [(0, 1)]
     schedule.restart()
     assert schedule.skipped == []

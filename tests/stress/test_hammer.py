@@ -15,7 +15,8 @@ from elastic_mbs import ElasticMBS, OptimizerStepError, StepResult
 from elastic_mbs.batch.schedule import Range as Piece
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.cli.command import main
-from elastic_mbs.engine import recovery
+from elastic_mbs.engine import gradients
+from elastic_mbs.engine.gradients import CallGradients, Left
 from elastic_mbs.errors import UsageError
 from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 from elastic_mbs.rollback.buffers import BufferCopies
@@ -94,12 +95,12 @@ def test_a_model_whose_memory_does_not_depend_on_the_batch_shows_nothing() -> No
         struck(FLAT, failures=1)
 
 
-def _forgets_commits(self: Schedule, piece: Piece, push: Any = Schedule.push) -> None:
-    push(self, Piece(piece.start, piece.stop, frozenset()))
+def _forgets_commits(self: CallGradients, attempt: object, **how: bool) -> Left:
+    return Left()
 
 
 def _loses_a_sample(self: Schedule, piece: Piece, push: Any = Schedule.push) -> None:
-    push(self, Piece(piece.start, max(piece.start + 1, piece.stop - 1), piece.committed))
+    push(self, Piece(piece.start, max(piece.start + 1, piece.stop - 1)))
 
 
 def _leaves_values(self: OptimizerSnapshot) -> None:
@@ -129,13 +130,19 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
         "random streams|gradient",
     ),
     "the failed graph stays": (
-        recovery,
+        gradients,
         "drop_unrun",
         lambda: None,
         BRANCHED,
         "still held after the failed backward",
     ),
-    "commits are counted twice": (Schedule, "push", _forgets_commits, PLAIN, "gradient off"),
+    "commits are counted twice": (
+        CallGradients,
+        "left_by",
+        _forgets_commits,
+        PLAIN,
+        "gradient off",
+    ),
     "a sample is lost": (
         Schedule,
         "push",

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from elastic_mbs.batch.schedule import Range, Schedule
 from elastic_mbs.cli.command import main
-from elastic_mbs.engine import recovery
+from elastic_mbs.engine import gradients
+from elastic_mbs.engine.gradients import CallGradients, Left
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
 from stress.console import case_seed
@@ -152,8 +153,8 @@ def _no_weight(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Rang
     return piece
 
 
-def _forgets_commits(self: Schedule, piece: Range, push: Any = Schedule.push) -> None:
-    push(self, Range(piece.start, piece.stop, frozenset()))
+def _forgets_commits(self: CallGradients, attempt: object, **how: bool) -> Left:
+    return Left()
 
 
 BRANCHED = Plan(seed=1, branches=2, samples=8, size=4, steps=2, faults=(Fault(step=1, at=0.3),))
@@ -177,9 +178,9 @@ PLANTED: dict[str, tuple[Any, str, Any, Plan]] = {
         lambda self, *, to_call_start: None,
         Plan(layers=("running",), faults=(Fault(at=0.6),)),
     ),
-    "commit": (Schedule, "push", _forgets_commits, BRANCHED),
+    "commit": (CallGradients, "left_by", _forgets_commits, BRANCHED),
     "queue": (
-        recovery,
+        gradients,
         "drop_unrun",
         lambda: None,
         Plan(count="both", faults=(Fault(at=0.4689, times=0, gap=3),), seed=1868015217, samples=2),
