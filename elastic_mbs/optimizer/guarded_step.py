@@ -378,13 +378,18 @@ class _DeferredHooks:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.begun = False  # the hooks before the step have been run
         self.ended = False  # the latest call of `step` has ended
         self.running = False  # a hook of the user's runs, or has failed
         self._optimizer = optimizer
         self._before = optimizer._optimizer_step_pre_hooks
         self._after = optimizer._optimizer_step_post_hooks
-        self._left = list(self._before.values())  # still to be run
+        self._left_before = list(self._before.values())  # still to be run
+        self._left_after: list[Any] | None = None  # the same; None until the others have run
+
+    @property
+    def begun(self) -> bool:
+        """True once the hooks before the step have run."""
+        return self._left_after is not None
 
     def defer(self) -> None:
         self._optimizer._optimizer_step_pre_hooks = OrderedDict({0: self.begin})
@@ -398,26 +403,25 @@ class _DeferredHooks:
         if self.begun:
             return
         self.put_back()  # a hook may take itself off, or add another one
-        while self._left:
+        while self._left_before:
             self.running = True
-            if self._left.pop(0)(optimizer, args, kwargs) is not None:
+            if self._left_before.pop(0)(optimizer, args, kwargs) is not None:
                 raise MisuseError(
                     "a step hook that changes the arguments of step() does not go with "
                     "optimizer_step(), which passes none"
                 )
             self.running = False
         self.defer()
-        self._left = list(self._after.values())
-        self.begun = True
+        self._left_after = list(self._after.values())
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.ended = True
 
     def run_after(self) -> None:
         """Run the hooks that follow a step; none of them if the scaler has skipped it."""
-        while self.begun and self._left:
+        while self._left_after:
             self.running = True
-            self._left.pop(0)(self._optimizer, (self._optimizer,), {})
+            self._left_after.pop(0)(self._optimizer, (self._optimizer,), {})
             self.running = False
 
 

@@ -259,12 +259,14 @@ class _Traced:
     def _model(self, found: Lines, held: int, step: int) -> PeakModel:
         """Return the model of the peak, for pieces that find gradients and for a call's only piece.
 
-        An isolated piece makes gradients once more, beside those that are kept.
+        An isolated piece makes gradients once more, beside those that are kept. Pieces are isolated
+        on request, and where gradients are there when a call begins.
         """
         settings, lines = self.context.settings, found.lines
+        isolates = settings.isolates or not self._starts_empty()
         wide = settings.gradients.accumulate_dtype
         kept = found.gradients
-        if not settings.isolates:
+        if not isolates:
             return PeakModel(
                 [line._replace(fixed=kept) for line in lines],
                 lines,
@@ -288,9 +290,11 @@ class _Traced:
 
     def _is_first(self, size: int) -> bool:
         """Return whether a piece of that size is a whole call that begins without gradients."""
-        return size >= self.view.length and all(
-            leaf.grad is None for leaf in self.context.model.leaves
-        )
+        return size >= self.view.length and self._starts_empty()
+
+    def _starts_empty(self) -> bool:
+        """Return whether no leaf of the model has a gradient now."""
+        return all(leaf.grad is None for leaf in self.context.model.leaves)
 
     def _largest(self, model: PeakModel, usable: int) -> int:
         samples, elements = self.view.worth, self.view.elements

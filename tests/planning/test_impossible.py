@@ -79,8 +79,8 @@ def test_onednn_does_not_say_what_its_lstm_keeps(monkeypatch: pytest.MonkeyPatch
     rnn = nn.LSTM(4, 8)
 
     def loss_fn(batch: Tensor) -> Tensor:
-        out: Tensor = rnn(batch)[0]
-        return out.square().mean()
+        loss: Tensor = rnn(batch)[0].square().mean()
+        return loss
 
     report = elastic(rnn).plan(loss_fn, torch.randn(6, 3, 4))
     assert "mkldnn.enabled = False makes it plain operations" in there(report.reason)
