@@ -1,4 +1,4 @@
-"""A model, and a runtime that a test makes a mistake with."""
+"""A model, a batch, and a runtime that has to survive the mistakes of a test."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from tests.helpers.steps import Pair, elastic, mlp, pairs, still_works
 
 @pytest.fixture(autouse=True)
 def nothing_left_open() -> Iterator[None]:
-    """A call that one test leaves open must not be met by the next."""
+    """End a call that a test has left open, so that the next test does not meet it."""
     yield
     call = running_call()
     if call is not None:
@@ -22,7 +22,7 @@ def nothing_left_open() -> Iterator[None]:
 
 @pytest.fixture(params=[1, 3])
 def door(request: pytest.FixtureRequest) -> int:
-    """Backward, and the loop; the decorator is door 2."""
+    """Return the number of a way in: 1 is `backward`, 3 the loop; the decorator is 2."""
     return int(request.param)
 
 
@@ -38,7 +38,7 @@ def batch() -> Pair:
 
 @pytest.fixture
 def mbs(model: nn.Module) -> Iterator[ElasticMBS]:
-    """Whatever the test does with it: no part of a batch is left, and the next call works."""
+    """Yield a runtime; afterwards no gradient may be left, and the next call has to work."""
     mbs = elastic(model, micro_batch_size=4)
     yield mbs
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""Pieces by length have the padded batch's gradient, whatever fails; results come back in the batch's own order."""
+"""Pieces by length give the gradient of the padded batch; results keep the batch's order."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def sentences(lengths: list[int], width: int) -> dict[str, Any]:
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     words = torch.randint(1, 12, mask.shape) * mask
     labels = torch.where((mask > 0) & (torch.rand(mask.shape) < 0.7), words, -100)
-    # in some samples nothing counts
+    # samples of one word count nothing
     labels[:, 0] = torch.where(torch.tensor(lengths) > 1, words[:, 0], -100)
     return {"words": words, "mask": mask, "labels": labels, "index": torch.arange(len(lengths))}
 
@@ -129,12 +129,12 @@ def test_running_out_of_memory_at_any_operation_replays_the_same_samples(
         ranges = [
             order[start : start + len(piece)] for piece in seen for start in [order.index(piece[0])]
         ]
-        assert ranges == seen  # each attempt was a range of one and the same order
+        assert ranges == seen  # each attempt was a range of the same order
         if door == 1:
             assert result.outputs.tolist() == sorted(run)
 
 
-def test_a_failed_piece_is_halved_by_what_it_is_worth_and_no_piece_takes_more_than_the_size(
+def test_a_failed_piece_is_halved_by_its_elements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, batch = Reader(), sentences(LENGTHS, 8)
@@ -157,14 +157,15 @@ def test_a_failed_piece_is_halved_by_what_it_is_worth_and_no_piece_takes_more_th
 
     result = mbs.backward(loss_fn, batch)
     assert off_by(model, wanted(model, batch)) <= EXACT
-    assert told == [(3, 1)]  # three of seven words: the batch is worth five, in two pieces of three
+    # The batch has the elements of five samples of seven words: two pieces of at most three.
+    assert told == [(3, 1)]
     assert worth[0] == 21
     assert max(worth[1:]) <= 7
     assert (result.micro_batch_size, result.ooms) == (1, 1)
 
 
 @pytest.mark.parametrize("replay", ["auto", "isolate"])
-def test_short_samples_that_take_more_than_their_elements_are_halved_below_one_of_the_longest(
+def test_short_samples_are_halved_below_the_elements_of_the_longest(
     replay: str,
 ) -> None:
     model, batch = Reader(), sentences([16, *[2] * 16], 16)
@@ -179,7 +180,7 @@ def test_short_samples_that_take_more_than_their_elements_are_halved_below_one_o
     assert max(stop - start for start, stop in result.partition) <= 3
 
 
-def test_evaluation_gives_what_the_function_gives_on_the_whole_batch_in_its_order() -> None:
+def test_evaluation_gives_the_outputs_of_the_batch_in_its_order() -> None:
     model, batch = Reader(), sentences(LENGTHS, 7)
     names = [f"sentence {i}" for i in range(len(LENGTHS))]
 
@@ -240,7 +241,7 @@ def test_a_disabled_runtime_runs_the_padded_batch_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7, 1.1])
-def test_after_a_plan_the_first_step_runs_at_the_largest_size_and_nothing_fails(
+def test_after_a_plan_the_first_step_runs_at_the_largest_size(
     share: float,
 ) -> None:
     torch.manual_seed(0)
@@ -248,7 +249,7 @@ def test_after_a_plan_the_first_step_runs_at_the_largest_size_and_nothing_fails(
     with MemoryBudget(2**40, track=[model, *batch.values()]) as budget:
         mbs = ElasticMBS(model, **grouped({"monitor_interval": 0, "seed": 0, **OPTIONS}))
         sizes = mbs.plan(lambda piece: loss_of(model, piece), batch).sizes
-        assert sizes[0].size == 27  # of the longest, which have as many elements as all
+        assert sizes[0].size == 27  # in units of the longest sample
         least, most = there(sizes[-1].peak), there(sizes[0].peak)
         budget.limit = int((least + share * (most - least)) / 0.95) + 1024
         largest = there(mbs.plan(lambda piece: loss_of(model, piece), batch).largest)
@@ -266,9 +267,7 @@ def test_after_a_plan_the_first_step_runs_at_the_largest_size_and_nothing_fails(
     "place", [lambda value: value, lambda value: value.pin_memory(), lambda value: value.cuda()]
 )
 @pytest.mark.parametrize("prefetch", [True, "pin"])
-def test_a_batch_on_the_host_in_pinned_memory_or_on_the_device_gives_the_same(
-    place: Any, prefetch: Any
-) -> None:
+def test_host_pinned_and_device_batches_give_the_same(place: Any, prefetch: Any) -> None:
     model, batch = Reader(), sentences(LENGTHS, 8)
     exact = [None if grad is None else grad.cuda() for grad in wanted(model, batch)]
     model.cuda()

@@ -1,4 +1,4 @@
-"""How a call ends: by its result, by an error of anybody's, or by an interrupt between any two lines."""
+"""A call ends by its result, by an error, or by an interrupt between any two lines."""
 
 import gc
 import weakref
@@ -60,14 +60,14 @@ def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: in
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, (
             "hooks on saved tensors were left on this thread"
         )
-        torch.optim.SGD(model.parameters()).step()  # no call is taken to run still
+        torch.optim.SGD(model.parameters()).step()  # refused while a call runs
         assert still_works(mbs, model), strike.hits
 
 
 def test_a_call_whose_callback_fails_has_failed_and_is_not_counted_as_done() -> None:
     model, events = mlp(), list[Event]()
     mbs = elastic(model, micro_batch_size=4, on_event=events.append)
-    # as it was raised: it is the user's, and not of the library's bookkeeping
+    # The error belongs to the user's callback, so it passes as it was raised.
     with pytest.raises(torch.OutOfMemoryError) as caught:
         for micro in mbs.micro_batches(pairs(8)):
             with micro:
@@ -81,9 +81,7 @@ def test_a_call_whose_callback_fails_has_failed_and_is_not_counted_as_done() -> 
 
 
 @pytest.mark.parametrize("late", ["on_commit", "keep"])
-def test_what_is_given_to_a_micro_batch_that_is_over_is_refused(
-    model: nn.Sequential, late: str
-) -> None:
+def test_a_micro_batch_that_is_over_takes_nothing_more(model: nn.Sequential, late: str) -> None:
     mbs = elastic(model, micro_batch_size=4)
     kept = list[MicroBatch]()
     for micro in mbs.micro_batches(pairs(8)):
@@ -105,7 +103,7 @@ def test_a_runtime_closed_inside_a_block_says_that_its_batch_is_incomplete(
                 mbs.close()
 
 
-def test_on_fatal_and_the_events_get_the_typed_error_where_bookkeeping_has_no_room(
+def test_on_fatal_and_events_get_the_typed_error_of_bookkeeping(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, events, fatal = mlp(), list[Event](), list[BaseException]()
@@ -130,7 +128,7 @@ def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(
     mbs.backward(cross_entropy(model), pairs(8))
     mean = model[1].running_mean
     assert isinstance(mean, Tensor)
-    mean.fill_(5.0)  # a checkpoint loaded between two calls, say
+    mean.fill_(5.0)  # as by a checkpoint that is loaded between two calls
     seen = list[float]()
     read, fail = mbs._resources.streams.read, FailOn(1)
 
@@ -146,9 +144,7 @@ def test_a_call_that_fails_before_its_snapshot_leaves_buffers_as_they_are(
     assert seen[0] == 5.0
 
 
-def test_the_losses_of_a_failed_attempt_let_go_of_their_graph_whatever_they_were_returned_with() -> (
-    None
-):
+def test_the_loss_of_a_failed_attempt_lets_go_of_its_graph() -> None:
     model, losses = mlp(), list[Tensor]()
     mbs = elastic(model, micro_batch_size=4)
     hook = FailOn(1)
@@ -163,7 +159,7 @@ def test_the_losses_of_a_failed_attempt_let_go_of_their_graph_whatever_they_were
     assert [loss.grad_fn is None for loss in losses] == [True] + [False] * (len(losses) - 1)
 
 
-def test_an_attempt_that_ends_by_an_error_is_not_kept_alive_by_the_loops_variable() -> None:
+def test_the_loops_variable_keeps_no_failed_attempt_alive() -> None:
     model, alive = mlp(), list[weakref.ref[Tensor]]()
     mbs = elastic(model, micro_batch_size=4)
     micro = None
@@ -179,7 +175,7 @@ def test_an_attempt_that_ends_by_an_error_is_not_kept_alive_by_the_loops_variabl
     assert alive[0]() is None
 
 
-def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered_from_in_the_next_call(
+def test_a_batch_edited_by_a_failed_attempt_is_refused_once(
     model: nn.Sequential,
 ) -> None:
     mbs = elastic(model, micro_batch_size=4)
@@ -210,11 +206,11 @@ def test_a_batch_edited_by_the_attempt_that_failed_is_refused_once_and_recovered
     )
 
 
-def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie(
+def test_an_evaluation_that_recovers_keeps_the_users_gradients(
     model: nn.Sequential,
 ) -> None:
     bucket = torch.zeros(8, 6, dtype=torch.float64)
-    # they overlap, which is the user's doing
+    # The user has made gradients that overlap.
     model[0].weight.grad, model[0].bias.grad = bucket, bucket[:, 0]
     before = [p.grad for p in model.parameters()]
     x = pairs(8)[0]
@@ -224,7 +220,7 @@ def test_an_evaluation_that_recovers_leaves_the_users_gradients_where_they_lie(
     assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 
 
-def test_the_loss_of_a_result_is_read_after_memory_was_made_free(
+def test_the_loss_is_read_again_after_memory_was_freed(
     model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = elastic(model, micro_batch_size=4).backward(cross_entropy(model), pairs(8))

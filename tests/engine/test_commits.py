@@ -1,4 +1,4 @@
-"""Which gradients a backward has reached is known whatever custom functions, hooks, routes and memory they have: each gets every sample once."""
+"""Each gradient gets every sample once, with custom functions, hooks, routes, shared memory."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,15 +32,15 @@ from tests.helpers.strikes import every_operation
 
 @dataclass
 class Step:
-    """A step function of a user's."""
+    """A user's step function, and the gradients that it has to lead to."""
 
     model: nn.Module
     loss_fn: Callable[[Any], Tensor]
     batch: Any
     wanted: list[Tensor | None]
-    # what the user does before the call that fails; the loss function can be known by then
+    # The user runs it before the call that fails.
     begin: Callable[[], object] = lambda: None
-    leaves: list[Tensor] | None = None  # whose gradients are wanted, if not the model's
+    leaves: list[Tensor] | None = None  # None: the parameters of the model
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ def gradients_there() -> Step:
 
 
 def no_gradient_for_a_leaf() -> Step:
-    """A custom function may return None for one."""
+    """Return a step with a custom function whose backward returns None for a leaf."""
 
     class Threshold(torch.autograd.Function):
         @staticmethod
@@ -93,7 +93,7 @@ def no_gradient_for_a_leaf() -> Step:
 
 
 def unwritable_gradient() -> Step:
-    """Autograd could not add to it; the loss does not reach it."""
+    """Return a step with a gradient that autograd cannot add to; the loss does not reach it."""
     step = plain()
     unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
     step.leaves = list(step.model.parameters())
@@ -108,7 +108,11 @@ def unwritable_gradient() -> Step:
 
 
 def hook_on(*written: int, late: bool = False) -> Step:
-    """A hook on the last leaf, or one on each, writes to gradients: that is no commit of theirs, and hides none."""
+    """Return a step whose hooks write to gradients.
+
+    One hook is on each leaf and writes to its own gradient. With `written`, one hook is on the last
+    leaf and writes to the gradients of these leaves. A write is no commit, and hides none.
+    """
     step = plain()
     leaves = list[Tensor](step.model.parameters())
 
@@ -129,7 +133,7 @@ def hook_on(*written: int, late: bool = False) -> Step:
 
 
 class Routed(nn.Module):
-    """Each route reaches other leaves."""
+    """A model with three routes; each reaches leaves of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +152,7 @@ class Routed(nn.Module):
 
 
 class RoutedBySample(Routed):
-    """A piece whose samples all take one route reaches the leaves of that one only."""
+    """A model that routes each sample; a piece reaches only the leaves of its samples' routes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (
@@ -174,7 +178,10 @@ def routed_by_sample() -> Step:
 
 
 class Meeting(nn.Module):
-    """Two leaves that meet in one addition, each through a view: autograd gives both the same memory for their gradient."""
+    """Two leaves that meet in one addition, each through a view.
+
+    Autograd gives both gradients the same memory.
+    """
 
     def __init__(self, size: int = 4, *, apart: bool = False) -> None:
         super().__init__()
@@ -199,7 +206,7 @@ def becoming(
     accumulate_dtype: torch.dtype | None = None,
     **later: Any,
 ) -> Callable[[], Step]:
-    """A model that takes another way when memory runs out."""
+    """Return a maker of steps whose model gets the attributes `later` before the failing call."""
 
     def step() -> Step:
         (model, twin), batch = (
@@ -221,7 +228,7 @@ def becoming(
 
 
 def leaves_outside() -> Step:
-    """Their gradients are made in one place, too."""
+    """Return a step with two leaves outside the model that get the same gradient."""
     step = plain()
     weights = [torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     loss_fn = step.loss_fn
@@ -233,7 +240,7 @@ def leaves_outside() -> Step:
 
 
 def hidden_leaves_outside() -> Step:
-    """Leaves outside the model that only a backward inside a backward reaches."""
+    """Return a step whose leaves outside the model are reached by an inner backward only."""
     torch.manual_seed(3)
     model, (x, y) = mlp(), pairs()
     outside = nn.Linear(4, 4).double()
@@ -255,8 +262,8 @@ def hidden_leaves_outside() -> Step:
 
 
 ROUTES = [[0, 1, 1], [1, 1, 1], [0, 0, 1]]
-# how it is made, the clean calls before memory runs out, and how a piece that had partly committed
-# is replayed then
+# Each row has the maker, the number of clean calls before memory runs out, and the replays of a
+# piece that had partly committed.
 STEPS = {
     "plain": (plain, 2, {"step"}),
     "gradients there": (gradients_there, 2, {"isolate"}),
@@ -333,7 +340,7 @@ def test_no_hook_is_ever_on_the_users_model(model: nn.Sequential, batch: Pair, d
 
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("size", [3, 8])
-def test_a_hook_that_comes_late_and_clears_gradients_is_noticed_in_the_first_piece(
+def test_a_late_hook_that_clears_gradients_is_noticed_at_once(
     door: int, filled: bool, size: int
 ) -> None:
     step = gradients_there() if filled else plain()
@@ -347,7 +354,7 @@ def test_a_hook_that_comes_late_and_clears_gradients_is_noticed_in_the_first_pie
 
 
 def test_gradients_are_the_users_until_the_first_piece_has_committed(door: int) -> None:
-    """A backward between two batches is no mistake, nor is clearing gradients in the first piece."""
+    """A backward between batches is allowed, and so is clearing gradients in the first piece."""
     step = plain()
 
     def loss_fn(piece: Pair) -> Tensor:
@@ -361,7 +368,7 @@ def test_gradients_are_the_users_until_the_first_piece_has_committed(door: int) 
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_step_that_makes_its_own_graphs_may_be_called_where_none_are_made(
+def test_a_step_with_graphs_of_its_own_may_run_under_no_grad(
     door: int, mode: Callable[[], Any]
 ) -> None:
     step = plain()
@@ -369,7 +376,7 @@ def test_a_step_that_makes_its_own_graphs_may_be_called_where_none_are_made(
     def loss_fn(piece: Pair) -> Tensor:
         with torch.inference_mode(False), torch.enable_grad():
             loss = step.loss_fn(tuple(part.clone() for part in piece))
-        torch.set_grad_enabled(False)  # it may leave them switched off behind its own
+        torch.set_grad_enabled(False)  # gradients may be off behind the step
         return loss
 
     mbs = elastic(step.model, micro_batch_size=3)
@@ -396,10 +403,10 @@ def _edit_one(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("meddle", [_replace, _replace_one, _edit_one, nn.Module.zero_grad])
-def test_gradients_that_other_code_changes_in_the_middle_of_a_known_batch_are_refused(
+def test_gradients_changed_by_other_code_inside_a_batch_are_refused(
     door: int, meddle: Callable[[nn.Module], None]
 ) -> None:
-    """Wherever memory runs out besides: what comes out is the exact gradient, or an error that says what was done."""
+    """Wherever memory runs out as well, a call gives the exact gradient or a typed error."""
     step, calls = plain(), list[int]()
 
     def loss_fn(piece: Pair) -> Tensor:
@@ -438,7 +445,10 @@ def test_gradients_that_a_hook_replaces_are_exact_wherever_memory_runs_out(
 
 
 def test_gradients_cleared_after_the_call_began_are_this_calls_own() -> None:
-    """They were held for the user's still, so two gradients that autograd makes in one memory were not given memory of their own."""
+    """Gradients that do not exist any more are not the user's.
+
+    Two new gradients in the same memory each have to get memory of their own.
+    """
     step = becoming(Meeting)()
     mbs = elastic(step.model, micro_batch_size=3)
     for _ in range(3):
@@ -451,9 +461,9 @@ def test_gradients_cleared_after_the_call_began_are_this_calls_own() -> None:
 
 
 def test_two_step_functions_under_one_decorator_are_learned_apart() -> None:
-    """They share the decorator's code.
+    """Two functions under one decorator share the decorator's code.
 
-    The second one's own leaf was taken for one that had come in the middle of a batch.
+    The second function has a leaf of its own, which is not one that appeared inside a batch.
     """
     step, scale = plain(), torch.ones((), dtype=torch.float64, requires_grad=True)
     mbs = settled(1, step.model, torch.enable_grad()(step.loss_fn), step.batch)

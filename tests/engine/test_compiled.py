@@ -1,4 +1,4 @@
-"""A compiled model is compiled for few lengths of a piece, and each graph is counted."""
+"""A compiled model needs few graphs, and each graph is counted."""
 
 import pytest
 import torch
@@ -15,7 +15,10 @@ pytestmark = pytest.mark.no_oom_injection
 
 @pytest.mark.parametrize(("dynamic", "most"), [(None, 3), (True, 2), (False, 5)])
 def test_a_run_with_failures_and_growth_needs_few_graphs(dynamic: bool | None, most: int) -> None:
-    """Automatic shapes are static once and dynamic then; a model with static shapes is compiled once per length."""
+    """Automatic shapes are static at first and dynamic from the second length on.
+
+    A model with static shapes is compiled once for each length.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()

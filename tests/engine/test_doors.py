@@ -1,4 +1,4 @@
-"""Three doors to one engine, switched on and off; a decorated function stays what it was."""
+"""Three ways into one engine, enabled and disabled; a decorated function keeps its identity."""
 
 import copy
 import functools
@@ -84,7 +84,7 @@ def test_works_without_a_with_block_and_after_it(
 
 
 @pytest.mark.no_oom_injection
-def test_what_was_learned_survives_a_round_trip_through_json(
+def test_learned_state_survives_a_round_trip_through_json(
     model: nn.Sequential, batch: Pair
 ) -> None:
     mbs = elastic(model, micro_batch_size=8)
@@ -113,7 +113,7 @@ def _without_clock(state: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_runtime_is_not_copied_and_says_so(take: Callable[[Any], object]) -> None:
-    """A shallow copy would have shared everything, and a deep one failed at a lock."""
+    """A shallow copy would share all state; a deep copy would fail at a lock."""
     with (
         elastic(mlp()) as mbs,
         pytest.raises(UsageError, match=r"neither copied nor pickled.*state_dict\(\)"),
@@ -210,7 +210,7 @@ def test_disabled_has_outputs_totals_callbacks_scaler_and_backward() -> None:
 def test_a_backward_of_ones_own_is_called_even_if_it_counts_as_false(
     model: nn.Sequential, batch: Pair
 ) -> None:
-    class Backward(list[float]):  # an empty list
+    class Backward(list[float]):  # an empty list counts as false
         def __call__(self, loss: Tensor) -> None:
             loss.sum().backward(torch.tensor(2.0))
 
@@ -221,7 +221,7 @@ def test_a_backward_of_ones_own_is_called_even_if_it_counts_as_false(
 def test_disabled_knows_the_total_and_takes_batches_that_could_not_be_cut(
     model: nn.Sequential, batch: Pair
 ) -> None:
-    """A `loss_fn` that normalises by itself works with the switch off, too."""
+    """A `loss_fn` that divides by `mbs.total` works with the runtime disabled, too."""
     mbs = elastic(model, enabled=False, reduction="sum")
     mbs.backward(lambda b: 8 * cross_entropy(model)(b) / mbs.total, batch)
     elastic(model, enabled=False).backward(lambda b: cross_entropy(model)(b()), lambda: batch)
@@ -229,9 +229,9 @@ def test_disabled_knows_the_total_and_takes_batches_that_could_not_be_cut(
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("door", [*DOORS, "eval"])
+@pytest.mark.parametrize("door", [*DOORS, "evaluate"])
 def test_the_batch_is_brought_to_the_model_either_way(door: Any, enabled: bool) -> None:
-    """Switched off, a loader on the host no longer went with a model on a device."""
+    """A loader on the host goes with a model on a device, also with the runtime disabled."""
     model, batch, seen = nn.Linear(6, 4, device="meta"), torch.zeros(4, 6), list[str]()
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def test_the_batch_is_brought_to_the_model_either_way(door: Any, enabled: bool) 
         loss: Tensor = model(x).sum()
         return loss
 
-    if door == "eval":
+    if door == "evaluate":
         elastic(model, micro_batch_size=4, enabled=enabled).evaluate(
             loss_fn, batch, outputs="device"
         )
@@ -273,7 +273,7 @@ def test_the_decorator_passes_other_arguments_and_keeps_the_functions_name() -> 
 
 @pytest.mark.parametrize("door", [1, 2])
 def test_arguments_of_any_name_reach_the_step_function(model: nn.Sequential, door: int) -> None:
-    """`loss_fn`, `batch` and `self` are names of the engine's own parameters, `loss` was one."""
+    """The names of the engine's own parameters are free for the arguments of a step function."""
 
     def step(piece: Pair, loss_fn: int, batch: int, self: int, fn: int, loss: Any) -> Tensor:
         assert (loss_fn, batch, self, fn) == (1, 2, 3, 4)
@@ -313,7 +313,7 @@ def test_a_door_that_passes_nothing_on_says_where_arguments_go(
 
 @dataclass
 class _Trainer:
-    """It has no hash."""
+    """A trainer without a hash."""
 
     model: nn.Module
     fail: FailOn = field(default_factory=lambda: FailOn(1), compare=False)
@@ -346,7 +346,7 @@ def test_the_decorator_on_a_method_gives_each_instance_its_own_runtime() -> None
 
 
 class _OwnModel(nn.Module):
-    """As a LightningModule: the model is the instance itself."""
+    """A trainer that is its own model, as a LightningModule is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,7 +406,7 @@ class _BatchNormTrainer:
     "copied", [None, copy.copy, copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))]
 )
 def test_another_model_or_a_copy_gets_another_runtime(copied: Any) -> None:
-    """The old model's runtime was kept, and the new one's buffers were not put back."""
+    """A runtime of the old model would not put back the buffers of the new one."""
     x, runtime_of = torch.randn(8, 4, dtype=torch.float64), _BatchNormTrainer.step.mbs
 
     def run(at: int) -> tuple[nn.Module, int]:

@@ -1,4 +1,4 @@
-"""`backward_embeddings` with the other options and doors, what is told of it, and how it ends."""
+"""`backward_embeddings` with all options and ways in, its events, and its ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_options_and_other_doors_give_the_same_gradient(by: str) -> None:
 
 @pytest.mark.no_oom_injection
 def test_a_scaler_is_used_once_whatever_fails() -> None:
-    """The loss over the embeddings is what it is made by."""
+    """The scaler is applied to the loss over the embeddings, and nowhere else."""
     x, at, hit = samples(8), 0, True
     while hit:
         at += 1
@@ -84,11 +84,11 @@ def test_a_gradient_that_half_precision_would_lose_is_scaled_in_the_loss() -> No
     assert off_by(model, wanted) < 1e-2
 
 
-# ---------------------------------------------------------------------- what is told, and how it ends
+# ---------------------------------------------------------------------- events and ends
 
 
 @pytest.mark.no_oom_injection
-def test_one_call_is_told_of_with_all_that_it_survived() -> None:
+def test_a_call_is_reported_once_with_its_failures() -> None:
     case, x, events = Contrast(nn.Dropout(0.4)), samples(8), list[Event]()
     mbs = elastic(
         case.model, micro_batch_size=4, on_event=events.append, count=lambda b: [1, 2] * 4
@@ -140,7 +140,7 @@ def test_a_second_pass_that_never_fits_ends_soon(layers: tuple[nn.Module, ...]) 
     def embed(b: Tensor) -> Tensor:
         z = case.embed(b)
         if torch.is_grad_enabled():
-            z.register_hook(lambda grad: FailOn(1)())  # in backward, when something has committed
+            z.register_hook(lambda grad: FailOn(1)())  # after the first commits
         return z
 
     with pytest.raises(MicroBatchFloorError, match="a micro-batch of 1"):

@@ -1,4 +1,4 @@
-"""`backward_embeddings` with what it cannot take: each is refused by name, and nothing has changed."""
+"""`backward_embeddings` refuses input that it cannot take by name, and changes nothing."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_samples_that_are_changed_in_place_are_refused_once() -> None:
         (lambda mbs, model: model(X).mean().backward(), BackwardInsideError),
     ],
 )
-def test_what_must_not_run_inside_the_loss(
+def test_calls_steps_and_backwards_inside_the_loss_are_refused(
     inside: Callable[[ElasticMBS, nn.Module], object], error: type[Exception]
 ) -> None:
     model = mlp()
@@ -147,7 +147,10 @@ def test_what_must_not_run_inside_the_loss(
 
 
 def test_a_loss_that_changes_a_buffer() -> None:
-    """A queue of negatives: the second pass would begin without what was put into it."""
+    """A queue of negatives is such a buffer.
+
+    The second pass would begin with the queue as it was before the loss.
+    """
     model = mlp()
     model.register_buffer("queue", torch.zeros(8, 4).double())
 
@@ -253,8 +256,11 @@ def test_an_embed_fn_that_draws_from_a_generator_that_is_not_named() -> None:
     refused(ReplayUnsafeError, r"RecoveryOptions\(generators=\[g\]\)", model, embed, gram)
 
 
-def test_embeddings_edited_in_place_by_a_loss_are_as_they_were_when_it_runs_again() -> None:
-    """A leaf that needs a gradient refuses it, and what is edited without a graph would be edited twice."""
+def test_embeddings_edited_by_a_loss_are_restored_for_its_next_run() -> None:
+    """The loss gets embeddings that it may edit, in a graph and without one.
+
+    Without a restore the second run of the loss would edit the edited embeddings.
+    """
     model, fails = mlp(), FailOn(1)
 
     def over(z: Tensor) -> Tensor:

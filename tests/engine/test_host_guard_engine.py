@@ -1,4 +1,4 @@
-"""The guard inside `ElasticMBS`: its limit is up in forward and backward and nowhere else, and what fails at it is recovered."""
+"""The host guard limits forward and backward only; failures at its limit are recovered."""
 
 import sys
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_the_limit_comes_back_whatever_ends_the_call(
 ) -> None:
     fail, mbs = FailOn(*range(1, 50), error=lambda: error), elastic(model, host_guard=True)
     guard = there(mbs._resources.guard)
-    if early:  # between the lines of the engine, as soon as the limit is up
+    if early:  # inside the engine, as soon as the limit is up
         real = guard.renew
         monkeypatch.setattr(guard, "renew", lambda: (real(), fail()))  # type: ignore[func-returns-value]
     with pytest.raises((type(error), MicroBatchFloorError)):
@@ -107,7 +107,7 @@ def test_the_limit_comes_back_whatever_ends_the_call(
 
 def test_closing_the_runtime_restores_the_limit(model: nn.Sequential, limit: Limit) -> None:
     with elastic(model, host_guard=True) as mbs:
-        # its hooks would stay, as this block is never left
+        # This block is never left, and hooks for its graph would stay.
         for micro in mbs.micro_batches(pairs(), own_graph=False):
             micro.__enter__()
             assert limit.soft != -1
@@ -132,7 +132,7 @@ def onednn() -> RuntimeError:
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_an_error_of_onednn_near_the_limit_is_out_of_memory_as_often_as_it_comes(
+def test_each_error_of_onednn_near_the_limit_is_out_of_memory(
     limit: Limit, monkeypatch: pytest.MonkeyPatch, filled: bool
 ) -> None:
     model, batch, events = mlp(), pairs(), list[Event]()
@@ -147,7 +147,7 @@ def test_an_error_of_onednn_near_the_limit_is_out_of_memory_as_often_as_it_comes
     assert not [event for event in events if isinstance(event, Warned)]
 
 
-def test_an_error_of_onednn_far_from_the_limit_is_tried_once_and_then_raised(
+def test_an_error_of_onednn_far_from_the_limit_is_tried_once_more(
     model: nn.Sequential, limit: Limit
 ) -> None:
     fail = FailOn(*range(1, 100), error=onednn)

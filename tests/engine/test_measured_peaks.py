@@ -1,4 +1,7 @@
-"""A peak holds what a micro-batch needs: neither an allocator's cache, nor state, gradients or copies that another one was measured without."""
+"""A peak is the need of a micro-batch, comparable between sizes.
+
+It includes neither the allocator's cache nor state, gradients or copies that other peaks lack.
+"""
 
 import random
 import time
@@ -29,7 +32,10 @@ AT_ONCE: dict[str, Any] = {
 
 
 class Elsewhere:
-    """Stands for the device of the model, and says that it is no CPU: only other devices are asked for their use in every call."""
+    """A device that stands for the model's and is no CPU.
+
+    Only devices other than the CPU are asked for their usage in every call.
+    """
 
     type = "xpu"
 
@@ -40,7 +46,10 @@ class Elsewhere:
 
 
 class Caching:
-    """A budget as a GPU's allocator would tell of it: what is freed stays reserved, until memory runs out and what is unused is given back."""
+    """A budget with the figures of a GPU's caching allocator.
+
+    Freed memory stays reserved. When memory runs out, the unused part is given back.
+    """
 
     def __init__(self, budget: MemoryBudget, waste: float = 1.0) -> None:
         self.budget, self.waste = budget, waste
@@ -76,7 +85,7 @@ def elsewhere(model: nn.Module, cache: Caching, **options: Any) -> ElasticMBS:
 
 
 def need_of(budget: MemoryBudget, step: Any, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """The peak of a whole step by hand, with gradients and state to add to."""
+    """Return the peak of a whole step by hand, with gradients and state in place."""
     for _ in range(2):
         budget.reset_peak()
         step().backward()
@@ -85,7 +94,7 @@ def need_of(budget: MemoryBudget, step: Any, optimizer: torch.optim.Optimizer | 
     return budget.peak
 
 
-def test_the_batch_goes_through_whole_again_when_as_much_memory_is_back_as_there_was() -> None:
+def test_the_batch_is_whole_again_when_its_memory_is_back() -> None:
     model, batch = wide(CPU), batch_on(CPU, 32)
     with MemoryBudget(2**40, track=[model]) as budget:
         whole = need_of(budget, lambda: loss_of(model, batch))
@@ -98,10 +107,10 @@ def test_the_batch_goes_through_whole_again_when_as_much_memory_is_back_as_there
             assert len(result.partition) == pieces
 
 
-def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is_emptied_once(
+def test_fragmentation_is_measured_after_a_failure_in_an_empty_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was taken for nothing where the first call had run out of memory, and growth failed on it again and again."""
+    """Without a measurement after a first call that failed, growth would fail again and again."""
     model, batch, emptied = wide(CPU), batch_on(CPU, 32), list[object]()
     with MemoryBudget(2**40, track=[model]) as budget:
         loss_of(model, batch).backward()
@@ -121,8 +130,8 @@ def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is
         with InjectOOM(at=[10]):
             call()
         assert emptied == []
-        # What is wasted around the parameters may be of use to what follows, or not: somewhere
-        # between all of it and the rest.
+        # The waste around the parameters can be of use to later allocations or not, so the figure
+        # lies between the waste with it and the waste without it.
         found = [call() for _ in range(5)]
         assert all(1.2 < each <= 1.31 for each in found), found
         assert len(emptied) == 1
@@ -131,13 +140,13 @@ def test_what_the_allocator_wastes_is_known_after_a_failure_because_its_cache_is
 @pytest.mark.parametrize(
     ("known", "usage", "after"),
     [
-        (1.0, Usage(0, 0, 100, 120, 0), 1.2),  # nothing was cached before: it is known
-        (1.2, Usage(0, 0, 50, 120, 0, 70), 1.2),  # between 1 and 2.4, as what is known
-        (1.0, Usage(0, 0, 50, 120, 0, 40), 1.6),  # 80 at least
-        (1.8, Usage(0, 0, 100, 120, 0, 40), 1.2),  # 120 at most
+        (1.0, Usage(0, 0, 100, 120, 0), 1.2),  # nothing was cached before: exact
+        (1.2, Usage(0, 0, 50, 120, 0, 70), 1.2),  # between 1 and 2.4, as the known one is
+        (1.0, Usage(0, 0, 50, 120, 0, 40), 1.6),  # at least 80 reserved
+        (1.8, Usage(0, 0, 100, 120, 0, 40), 1.2),  # at most 120 reserved
     ],
 )
-def test_fragmentation_is_what_is_known_as_far_as_the_cache_allows(
+def test_fragmentation_stays_within_the_bounds_that_a_cache_leaves(
     known: float, usage: Usage, after: float
 ) -> None:
     controller, key = (
@@ -151,10 +160,12 @@ def test_fragmentation_is_what_is_known_as_far_as_the_cache_allows(
     assert saved["tracks"][0]["fragmentation"] == pytest.approx(after)
 
 
-def test_a_state_that_an_optimizer_makes_after_the_first_call_does_not_make_the_next_size_look_too_large_for_good() -> (
-    None
-):
-    """The slope ran from a size measured without the state to one measured with it, and the small size was never measured again."""
+def test_state_made_after_the_first_call_does_not_stop_growth() -> None:
+    """One size is measured before the optimizer has its state, the next size after it.
+
+    The slope between the two would count the state as activations, and the next size would look too
+    large for good.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 4096),
@@ -183,11 +194,11 @@ def test_a_state_that_an_optimizer_makes_after_the_first_call_does_not_make_the_
     assert len(result.partition) == 1
 
 
-def test_the_first_pieces_peak_does_not_make_the_gradients_look_like_activations() -> None:
-    """It makes them itself.
+def test_new_gradients_are_not_taken_for_activations() -> None:
+    """The first piece makes the gradients, so only the peaks after it include them.
 
-    Beside it the second piece seemed to need all of them for one sample more: micro-batches stayed
-    at 2 for good.
+    The slope between both would count all gradients as activations of one sample, and micro-batches
+    would stay at 2.
     """
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(16, 64)
@@ -205,8 +216,11 @@ def test_the_first_pieces_peak_does_not_make_the_gradients_look_like_activations
     assert (result.micro_batch_size, result.ooms) == (16, 0)
 
 
-def test_a_batch_that_is_new_to_a_budget_in_each_call_is_no_part_of_what_a_piece_needs() -> None:
-    """It was first seen in a piece and taken for activations: a plan that was right to the byte was corrected to a piece too many."""
+def test_a_batch_new_to_the_budget_is_not_taken_for_activations() -> None:
+    """A budget first sees a new batch inside a piece.
+
+    Counted as activations, the batch would correct an exact plan to one piece too many.
+    """
     torch.manual_seed(0)
     model, loss_fn, batch = mlp(48)
     batches = [[rows.clone() for rows in batch] for _ in range(4)]
@@ -229,7 +243,7 @@ def test_a_batch_that_is_new_to_a_budget_in_each_call_is_no_part_of_what_a_piece
 def trained(
     model: nn.Module, loss_fn: Any, batch: Any, optimizer: torch.optim.Optimizer, **options: Any
 ) -> StepResult:
-    """The last of twelve steps."""
+    """Run twelve steps, and return the result of the last."""
     model.zero_grad()
     with ElasticMBS(model, **quiet(**options)) as mbs:
         for _ in range(12):
@@ -248,7 +262,8 @@ def test_a_call_whose_growth_waits_for_memory_asks_for_a_reading(mode: str, limi
         "memory": MemoryOptions(monitor_interval=3600),
         "policy": Policy(patience=1, jitter=0.0),
     }
-    options["count"] = lambda batch: (torch.arange(64) < 32).long()  # the last pieces are skipped
+    # Nothing counts in the second half of the batch, so its pieces are skipped.
+    options["count"] = lambda batch: (torch.arange(64) < 32).long()
     with MemoryBudget(limit, [model]) as budget, ElasticMBS(model, **options) as mbs:
         step: Callable[[], object] = (
             partial(mbs.backward, loss_fn, rows)

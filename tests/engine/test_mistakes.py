@@ -1,4 +1,4 @@
-"""Mistakes inside the step function and in the loop of door 3 are caught, named with a way out, and leave the runtime usable."""
+"""Mistakes in a step or a loop are named with a way out, and leave the runtime usable."""
 
 import gc
 import weakref
@@ -39,7 +39,7 @@ from tests.helpers.steps import (
 pytestmark = pytest.mark.injectable
 
 
-@pytest.mark.parametrize("thread", [False, True])  # a backward on a GPU has one of its own
+@pytest.mark.parametrize("thread", [False, True])  # a backward on a GPU has its own thread
 def test_an_optimizer_step_inside_the_step_function(
     model: nn.Module, mbs: ElasticMBS, door: int, thread: bool
 ) -> None:
@@ -74,7 +74,7 @@ def test_a_backward_inside_the_step_function(
             fail()
         return loss
 
-    # Once gradients are there, a backward changes them as an edit does.
+    # Once gradients exist, a backward changes them as an edit does.
     error = BackwardInsideError if on == "first" else GradientsChangedError
     with pytest.raises(error, match=r"leave backward(\(\))? to the engine"):
         through(door, mbs, loss_fn, pairs())
@@ -87,8 +87,8 @@ def test_a_backward_in_the_block_and_none_by_the_engine(model: nn.Module, mbs: E
                 cross_entropy(model)(micro.data).backward()
 
 
-def test_a_call_that_has_finished_is_neither_running_nor_asked_nor_kept(model: nn.Module) -> None:
-    """An interrupt can strike between its end and its leaving."""
+def test_a_finished_call_is_not_running_not_asked_and_not_kept(model: nn.Module) -> None:
+    """An interrupt can strike after a call has finished and before it has left the thread."""
     optimizer, call = (
         torch.optim.SGD(model.parameters()),
         Mock(finished=False, check_step=Mock(side_effect=StepInsideError("inside"))),
@@ -140,7 +140,7 @@ PARTLY: dict[str, Callable[[Any], object]] = {
 def test_a_step_that_one_day_changes_some_gradients_in_the_middle(
     model: nn.Module, door: int, change: str, piece: int, then: str
 ) -> None:
-    """Of a step that is known to leave them alone, too."""
+    """A change is noticed also after two clean calls of the same step."""
     day, fail = [0], FailOn(*[1] * (then == "runs out of memory"))
 
     def loss_fn(b: Pair) -> Tensor:
@@ -161,7 +161,7 @@ def test_a_step_that_one_day_changes_some_gradients_in_the_middle(
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("then", ["goes on", "cannot load the next piece"])
 @pytest.mark.parametrize("piece", [0, 1, 2])
-# a leaf that no backward reaches
+# the other leaf: no backward reaches it
 @pytest.mark.parametrize("other", ["with a gradient", "without", "with a gradient, hooked"])
 @pytest.mark.parametrize("change", [*PARTLY, "of the other"])
 def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(
@@ -178,7 +178,7 @@ def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(
             PARTLY[change](model)
         elif other == "without":
             model[2].bias.grad.mul_(2)
-        else:  # it is set aside while the piece runs
+        else:  # the user's gradient is set aside while the piece runs
             model.other.grad = torch.ones(3)
 
     with (
@@ -203,11 +203,9 @@ def test_a_loop_that_one_day_changes_some_gradients_after_a_backward(
     assert still_works(mbs, model)
 
 
-@pytest.mark.parametrize("outer", ["backward", "loop", "eval"])
-@pytest.mark.parametrize("inner", ["backward", "eval", "verify", "backward of another"])
-def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(
-    model: nn.Module, inner: str, outer: str
-) -> None:
+@pytest.mark.parametrize("outer", ["backward", "loop", "evaluate"])
+@pytest.mark.parametrize("inner", ["backward", "evaluate", "verify", "backward of another"])
+def test_a_call_inside_a_call_is_refused(model: nn.Module, inner: str, outer: str) -> None:
     mbs, other, batch, net = (
         elastic(model, micro_batch_size=4),
         elastic(mlp(seed=5), micro_batch_size=4),
@@ -217,19 +215,19 @@ def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(
     third = elastic(net, micro_batch_size=4)
     calls: dict[str, Callable[[Pair], object]] = {
         "backward": lambda b: mbs.backward(cross_entropy(model), b),
-        "eval": lambda b: mbs.evaluate(model, b[0]),
+        "evaluate": lambda b: mbs.evaluate(model, b[0]),
         "verify": lambda b: mbs.verify(cross_entropy(model), batch),
         "backward of another": lambda b: other.backward(cross_entropy(model), b),
     }
 
     def loss_fn(b: Pair) -> Tensor:
-        # allowed; the outer call is still the one that this thread is inside of
+        # This call is allowed, and leaves the outer one as the call of this thread.
         third.evaluate(net, b[0])
         calls[inner](b)
         raise AssertionError("it is refused")
 
     with pytest.raises(NestedCallError, match="inside"):
-        if outer == "eval":
+        if outer == "evaluate":
             mbs.evaluate(loss_fn, batch)
         else:
             through(1 if outer == "backward" else 3, mbs, loss_fn, batch)
@@ -237,19 +235,16 @@ def test_a_call_inside_a_call_that_would_undo_what_the_outer_one_remembers(
 
 
 @pytest.mark.no_oom_injection
-@pytest.mark.parametrize("inner", ["eval", "backward", "step", "eval of another"])
-def test_a_call_from_a_sink_in_the_middle_of_a_call_is_refused_and_leaves_it_alone(
-    model: nn.Module, inner: str
-) -> None:
-    # eval from a sink ended the outer call as a loop left early, and its gradients were emptied
-    # while it went on
+@pytest.mark.parametrize("inner", ["evaluate", "backward", "step", "evaluate of another"])
+def test_a_call_from_a_sink_inside_a_call_is_refused(model: nn.Module, inner: str) -> None:
+    # An evaluation from a sink must not end the outer call as if its loop had been left early.
     other, optimizer, batch = mlp(seed=5), torch.optim.SGD(model.parameters(), lr=1.0), pairs()
     judge = elastic(other, micro_batch_size=2)
     calls: dict[str, Callable[[], object]] = {
-        "eval": lambda: mbs.evaluate(model, batch[0]),
+        "evaluate": lambda: mbs.evaluate(model, batch[0]),
         "backward": lambda: judge.backward(cross_entropy(other), batch),
         "step": optimizer.step,
-        "eval of another": lambda: judge.evaluate(other, batch[0]),
+        "evaluate of another": lambda: judge.evaluate(other, batch[0]),
     }
     refused = list[Exception]()
 
@@ -264,11 +259,11 @@ def test_a_call_from_a_sink_in_the_middle_of_a_call_is_refused_and_leaves_it_alo
     result = mbs.backward(failing(model, FailOn(2)), batch)
     assert result.partition == ((0, 4), (4, 6), (6, 8))
     assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
-    assert len(refused) == (inner != "eval of another")
+    assert len(refused) == (inner != "evaluate of another")
 
 
 @pytest.mark.no_oom_injection
-def test_eval_by_another_runtime_inside_a_call_is_allowed_and_recovers_by_itself(
+def test_evaluation_by_another_runtime_inside_a_call_is_allowed(
     model: nn.Module, door: int
 ) -> None:
     teacher, batch = mlp(seed=9), pairs()
@@ -302,14 +297,14 @@ def test_eval_by_another_runtime_inside_a_call_is_allowed_and_recovers_by_itself
 def test_an_optimizer_inside_backward(
     model: nn.Module, mbs: ElasticMBS, door: int, how: str, known: bool
 ) -> None:
-    if known:  # the hooks come later than the first clean call
+    if known:  # the hooks come after a clean call
         through(door, mbs, cross_entropy(model), pairs())
         model.zero_grad()
 
     def hook(parameter: Tensor) -> None:
         if how == "optimizer":
             torch.optim.SGD([parameter], lr=0.1).step()
-        parameter.grad = None  # the step by hand is no concern of ours
+        parameter.grad = None  # a step by hand is seen by its cleared gradient
 
     handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
     with pytest.raises((OptimizerInBackwardError, StepInsideError), match="step"):
@@ -318,7 +313,7 @@ def test_an_optimizer_inside_backward(
         handle.remove()
 
 
-# ---------------------------------------------------------------------- blocks left, skipped, entered twice or without their backward
+# ---------------------------------------------------------------------- the blocks of a loop
 
 
 def _leave_early(mbs: ElasticMBS, model: nn.Module, how: str) -> None:
@@ -346,7 +341,7 @@ LEFT = ["after the block", "before the block"]
     ],
 )
 @pytest.mark.parametrize("how", LEFT)
-def test_a_loop_left_early_is_named_once_by_what_comes_next(
+def test_a_loop_left_early_is_named_once_by_the_next_use(
     model: nn.Module, how: str, by: str
 ) -> None:
     mbs, optimizer, net = (
@@ -373,7 +368,7 @@ def test_a_loop_left_early_is_named_once_by_what_comes_next(
     optimizer.step()
 
 
-def test_the_with_block_ends_with_its_own_error_even_if_a_loop_was_left_early(
+def test_a_loop_left_early_does_not_hide_the_error_of_the_with_block(
     model: nn.Module, mbs: ElasticMBS
 ) -> None:
     with pytest.raises(ValueError, match="mine"), mbs:

@@ -1,4 +1,4 @@
-"""Losses, settings, batches and counts that make no sense are refused by name, and the runtime stays usable."""
+"""Impossible losses, settings, batches and counts are refused by name."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.helpers.steps import Pair, cross_entropy, elastic, pairs, still_works
 pytestmark = pytest.mark.injectable
 
 
-# what is wrong, with what, and what is said; more of each kind in tests/batch
+# The place, the value, the error and its words; tests/batch has more of each kind.
 WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {
     "no loss": ("loss", lambda m, b: None, LossError, "None"),
     "a vector": (
@@ -54,11 +54,11 @@ WRONG: dict[str, tuple[str, Any, type[Exception], str]] = {
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize(("where", "wrong", "error", "says"), WRONG.values(), ids=WRONG)
-@pytest.mark.parametrize("door", [1, 3, "eval"])
+@pytest.mark.parametrize("door", [1, 3, "evaluate"])
 def test_a_loss_a_batch_or_a_count_that_makes_no_sense(
     model: nn.Module, door: Any, where: str, wrong: Any, error: type[Exception], says: str
 ) -> None:
-    if door == "eval" and where != "batch":
+    if door == "evaluate" and where != "batch":
         return
     broken = True
     mbs = elastic(
@@ -71,7 +71,7 @@ def test_a_loss_a_batch_or_a_count_that_makes_no_sense(
         wrong if where == "batch" else pairs(),
     )
     with pytest.raises(error, match=says):
-        mbs.evaluate(model, batch) if door == "eval" else through(door, mbs, loss_fn, batch)
+        mbs.evaluate(model, batch) if door == "evaluate" else through(door, mbs, loss_fn, batch)
     broken = False
     assert still_works(mbs, model)
 

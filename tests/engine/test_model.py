@@ -1,4 +1,7 @@
-"""The modules, leaves and devices of a model are known in every call, and what cannot be trained in pieces is refused by name."""
+"""The inventory of a model: its modules, leaves and devices.
+
+A model that cannot be trained in pieces is refused by name.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +19,7 @@ def net() -> nn.Sequential:
 
 
 def agrees(inventory: TrainedModel, *roots: nn.Module) -> bool:
-    """Whether it has exactly the modules and the trainable parameters of `roots`, each once."""
+    """Return whether it has exactly the modules and trainable parameters of `roots`, each once."""
     modules = {id(module) for root in roots for module in root.modules()}
     leaves = {
         id(parameter)
@@ -33,7 +36,7 @@ def agrees(inventory: TrainedModel, *roots: nn.Module) -> bool:
 
 def test_every_module_and_trainable_leaf_is_there_once() -> None:
     first, second = net(), net().append(nn.Linear(1, 1, bias=False))
-    second[2].weight = first[2].weight  # tied
+    second[2].weight = first[2].weight  # a tied weight
     first[0].weight.requires_grad_(False)
     assert agrees(TrainedModel([first, second, first[0]]), first, second)
 
@@ -111,7 +114,7 @@ NO_MODEL: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("value", "says"), NO_MODEL)
-def test_what_is_no_model_or_has_no_shape_yet_is_refused_by_type(value: Any, says: str) -> None:
+def test_non_models_and_lazy_models_are_refused_by_type(value: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         TrainedModel(value)
 
@@ -119,8 +122,8 @@ def test_what_is_no_model_or_has_no_shape_yet_is_refused_by_type(value: Any, say
 @pytest.mark.parametrize(
     "name", ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"]
 )
-def test_wrappers_with_replicas_or_collectives_are_refused_by_name_at_any_depth(name: str) -> None:
-    # FSDP2 makes a class of its own for each wrapped one, too
+def test_wrappers_of_other_ranks_are_refused_by_name_at_any_depth(name: str) -> None:
+    # FSDP2 makes a new class for each class that it wraps, too.
     wrapper = type("Own", (type(name, (nn.Module,), {}),), {})()
     for model in (wrapper, nn.Sequential(wrapper)):
         with pytest.raises(UnsupportedError, match="Own runs collectives or replicas"):
@@ -130,7 +133,7 @@ def test_wrappers_with_replicas_or_collectives_are_refused_by_name_at_any_depth(
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own advice
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")  # the same since torch 2.14
 def test_a_module_compiled_by_torch_jit_is_refused_by_name() -> None:
-    """It came out as a raw TypeError: its parameters lie in no dict."""
+    """Its parameters lie in no dict, so an inventory of them would end in a raw TypeError."""
     traced = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
     with pytest.raises(UnsupportedError, match=r"Linear is compiled by torch\.jit"):
         TrainedModel(nn.Sequential(traced))

@@ -1,4 +1,7 @@
-"""The gradient noise scale is what the pieces' own gradients say, without bias, whatever has failed; and nothing is done where it is not wanted."""
+"""The gradient noise scale follows from the pieces' own gradients, without bias.
+
+Failures leave no trace in it. It costs nothing where it is not asked for.
+"""
 
 import copy
 import itertools
@@ -33,7 +36,10 @@ from tests.helpers.strikes import every_operation
 
 @pytest.mark.parametrize("lengths", [(1, 2), (1, 1, 1), (2, 1)])
 def test_the_mean_over_every_batch_that_can_be_drawn_is_the_truth(lengths: Sequence[int]) -> None:
-    """Without bias, and with pieces of unequal length: all 64 batches of three samples out of four values, drawn with replacement."""
+    """The estimate has no bias, also with pieces of unequal length.
+
+    The mean is over all 64 batches of three samples that can be drawn from four values.
+    """
     values = torch.tensor([[1.0, 2.0], [-3.0, 0.5], [0.25, 4.0], [2.0, -1.0]], dtype=torch.float64)
     found = []
     for batch in itertools.product(range(4), repeat=3):
@@ -63,7 +69,7 @@ def averaged(estimates: Sequence[tuple[float, float]], calls: int) -> NoiseScale
     st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=12),
     st.integers(1, 20),
 )
-def test_numerator_and_denominator_are_averaged_apart_with_older_ones_counting_less(
+def test_numerator_and_denominator_are_averaged_apart_and_decay(
     estimates: list[tuple[float, float]], calls: int
 ) -> None:
     keep = 1 - 1 / calls
@@ -79,7 +85,10 @@ def test_numerator_and_denominator_are_averaged_apart_with_older_ones_counting_l
 
 
 def test_the_error_is_that_of_a_quotient_of_means() -> None:
-    """Two hundred runs of forty estimates: 95 % of them should be within two standard errors of the truth."""
+    """95 % of runs should be within two standard errors of the truth.
+
+    There are two hundred runs of forty estimates each.
+    """
     draw = random.Random(0)
     runs = [
         averaged([(draw.gauss(20, 4), draw.gauss(2, 0.3)) for _ in range(40)], 10**9)
@@ -89,7 +98,7 @@ def test_the_error_is_that_of_a_quotient_of_means() -> None:
     assert averaged([(20.0, 2.0)] * 5, 10).error == pytest.approx(0, abs=1e-6)
 
 
-def test_what_is_not_known_is_infinite_and_what_overflowed_is_left_out() -> None:
+def test_unknown_figures_are_infinite_and_overflows_are_left_out() -> None:
     assert averaged([(20.0, 2.0)], 10).error == math.inf
     noisy = averaged([(20.0, -1.0), (21.0, 0.5)], 10)
     assert (noisy.value, noisy.error) == (math.inf, math.inf)
@@ -105,7 +114,7 @@ def by_hand(
     loss_of: Callable[[nn.Module, int, int], Tensor],
     partition: Sequence[tuple[int, int]],
 ) -> tuple[float, float]:
-    """From each piece's contribution to the gradient, by itself."""
+    """Return the estimate from the contributions of the pieces, each computed by itself."""
 
     def contribution(piece: tuple[int, int]) -> Tensor:
         gradients = whole_gradient(model, lambda net: loss_of(net, *piece))
@@ -129,9 +138,7 @@ def check(found: NoiseScale | None, wanted: tuple[float, float], rel: float = 1e
     "options",
     [{}, {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}, {"backward": Tensor.backward}],
 )
-def test_a_call_estimates_it_from_pieces_of_unequal_length(
-    door: int, options: dict[str, Any]
-) -> None:
+def test_a_call_estimates_the_scale_from_unequal_pieces(door: int, options: dict[str, Any]) -> None:
     model, (x, y) = mlp(), pairs(11)
     result = through(
         door,
@@ -166,7 +173,7 @@ def test_pieces_that_count_nothing_are_pieces_all_the_same() -> None:
     check(result.noise_scale, wanted)
 
 
-def test_half_precision_is_measured_in_float32_and_sparse_gradients_by_their_entries() -> None:
+def test_half_precision_and_sparse_gradients_are_measured_too() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(12, 2))
     batch = torch.randint(0, 5, (8, 3))
@@ -174,7 +181,7 @@ def test_half_precision_is_measured_in_float32_and_sparse_gradients_by_their_ent
         lambda b: model(b).square().mean(), batch
     )
     dense = copy.deepcopy(model)
-    dense[0].sparse = False  # type: ignore[assignment]  # it is the embedding
+    dense[0].sparse = False  # type: ignore[assignment]  # an Embedding
     model.zero_grad()
     wanted = by_hand(
         dense, lambda net, a, b: net(batch[a:b]).square().mean() * (b - a) / 8, result.partition
@@ -192,7 +199,7 @@ def test_half_precision_is_measured_in_float32_and_sparse_gradients_by_their_ent
 
 
 @pytest.mark.parametrize("door", [1, 3])
-def test_a_failure_at_any_operation_leaves_no_trace_in_it(door: int) -> None:
+def test_a_failure_at_any_operation_leaves_no_trace_in_the_scale(door: int) -> None:
     model, (x, y) = mlp(), pairs(8)
     whole = whole_gradient(model, lambda net: cross_entropy(net)((x, y)))
     for strike in every_operation():
@@ -244,7 +251,7 @@ def test_a_call_that_ends_by_an_error_adds_nothing() -> None:
     assert there(mbs.backward(cross_entropy(model), batch).noise_scale).calls == 2
 
 
-def test_it_costs_nothing_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwanted_noise_scale_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> Any:
         raise AssertionError
 
@@ -261,6 +268,6 @@ def test_a_number_of_calls_that_makes_no_sense_is_refused(calls: Any) -> None:
         GradientOptions(noise_scale=calls)
 
 
-def test_sorted_samples_are_refused_because_their_pieces_are_not_drawn_at_random() -> None:
+def test_pieces_of_sorted_samples_are_refused() -> None:
     with pytest.raises(UsageError, match="pieces='by_length' sorts them"):
         elastic(mlp(), noise_scale=10, pieces="by_length", length="mask")

@@ -1,4 +1,4 @@
-"""Which replay a failure gets, what is put back for it, and what it keeps alive."""
+"""A failure gets its replay, has state put back, and keeps nothing alive."""
 
 import gc
 import random
@@ -31,17 +31,20 @@ from tests.helpers.strikes import every_operation
     [torch.rand, lambda n: torch.tensor([random.random() for _ in range(n)])],
     ids=["torch", "python"],
 )
-def test_a_step_that_begins_to_draw_in_the_very_call_that_fails_ends_as_one_that_never_failed(
+def test_a_step_that_begins_to_draw_as_it_fails_is_replayed_exactly(
     door: int, draw: Callable[[int], Tensor]
 ) -> None:
-    """Streams are read once a call, until a step has been seen to draw: then what failed is run again from the call's start."""
+    """Random streams are read once in a call until the step has been seen to draw.
+
+    If the step begins to draw in a call that fails, the batch starts over from the call's start.
+    """
     events, batch = list[Event](), pairs()
     for inject in every_operation(stride=3):
         model, twin = mlp(), mlp()
 
         def loss_fn(b: Pair, net: nn.Module = model) -> Tensor:
             each = nn.functional.cross_entropy(net(b[0]), b[1], reduction="none")
-            return (each * draw(len(each))).mean() if drawing else each.mean()  # noqa: B023  # it is called within this turn
+            return (each * draw(len(each))).mean() if drawing else each.mean()  # noqa: B023  # called within this turn
 
         drawing = False
         mbs = settled(door, model, loss_fn, batch, on_event=events.append)
@@ -63,7 +66,7 @@ def test_a_step_that_begins_to_draw_in_the_very_call_that_fails_ends_as_one_that
     assert {event.mode for event in events if isinstance(event, OutOfMemory)} == {"piece", "step"}
 
 
-def test_the_gradients_that_a_replay_has_dropped_are_not_kept_alive() -> None:
+def test_gradients_dropped_by_a_replay_are_not_kept_alive() -> None:
     model, batch, events = mlp(), pairs(), list[Event]()
     held: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
@@ -74,7 +77,7 @@ def test_the_gradients_that_a_replay_has_dropped_are_not_kept_alive() -> None:
             alive.append(held[0]() is not None)
         elif (grad := next(model.parameters()).grad) is not None:
             held.append(weakref.ref(grad))
-            raise RuntimeError("CUDA error: out of memory")  # perhaps of the first piece
+            raise RuntimeError("CUDA error: out of memory")  # perhaps an earlier piece's
         return cross_entropy(model)(piece)
 
     elastic(model, micro_batch_size=4, on_event=events.append).backward(loss_fn, batch)
@@ -83,8 +86,11 @@ def test_the_gradients_that_a_replay_has_dropped_are_not_kept_alive() -> None:
     assert off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(batch))) <= 1e-12
 
 
-def test_a_scaler_that_ran_out_of_memory_between_its_two_tensors_makes_both_the_next_time() -> None:
-    """It had its scale and looked ready, but no growth tracker: the optimizer's step ended by an AssertionError of torch's."""
+def test_a_scaler_with_one_of_its_two_tensors_makes_both_again() -> None:
+    """A scaler with its scale but without a growth tracker looks ready.
+
+    The step of the optimizer would end in an AssertionError of torch's.
+    """
     struck = 0
     for inject in every_operation():
         model, batch, scaler = mlp(), pairs(4), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -97,8 +103,8 @@ def test_a_scaler_that_ran_out_of_memory_between_its_two_tensors_makes_both_the_
     assert struck >= 2
 
 
-def test_unscaling_that_runs_out_of_pythons_own_memory_is_tried_again() -> None:
-    """Only a RuntimeError was looked at there; a MemoryError passed through as it was."""
+def test_unscaling_is_tried_again_after_a_memory_error_of_python() -> None:
+    """A MemoryError is no RuntimeError, and has to be recovered from as well."""
     model, fail = mlp(), FailOn(1, error=MemoryError)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_mbs.engine.recovery.replay import Facts, Mode, choose_replay
 
-# Every rule applies, but for the ones that gradients set aside leave out.
+# Every rule applies, except the rules for gradients that were set aside.
 WORST = Facts(
     start=4,
     stop=8,
@@ -26,7 +26,7 @@ WORST = Facts(
     edited_earlier=False,
 )
 
-# With each change the rule before does not apply any more, but all that follow still do.
+# Each change switches the rule above it off, and leaves the rules that follow on.
 ROWS: list[tuple[dict[str, Any], Mode, str]] = [
     ({}, Mode.REFUSED, "samples 4:8 were changed in place by loss_fn"),
     ({"edited": False}, Mode.REFUSED, "a leaf of shape (3,) outside the model appeared"),

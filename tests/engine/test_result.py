@@ -1,4 +1,4 @@
-"""Loss and outputs of a call: of the whole batch, in its order, without a graph."""
+"""Loss and outputs of a call belong to the whole batch, in its order, without a graph."""
 
 import weakref
 from collections import deque
@@ -34,7 +34,7 @@ def test_the_loss_is_the_weighted_sum_of_the_pieces() -> None:
     found = result([], (0.25, 0.5))
     assert float(found) == 0.75
     assert found.loss.shape == ()
-    assert found.loss is found.loss  # summed once
+    assert found.loss is found.loss  # the sum is made once
     assert (f"{found:.4f}", f"{found}") == ("0.7500", str(found))
     assert float(result([])) == 0.0
     assert repr(found) == (
@@ -48,7 +48,7 @@ def test_the_loss_is_the_weighted_sum_of_the_pieces() -> None:
     assert (mixed.loss.dtype, float(mixed)) == (torch.float64, 0.75)
 
 
-def test_the_loss_is_there_where_memory_runs_out_as_it_is_added_up() -> None:
+def test_the_loss_survives_out_of_memory_in_its_sum() -> None:
     found = result([], (0.25, 0.5))
     with InjectOOM(at=[1, 2]) as inject:
         loss = found.loss
@@ -82,7 +82,7 @@ def test_stored_outputs_hold_no_graph_and_may_be_sparse(place: Any) -> None:
     stored = own.get()
     assert stored["y"].tolist() == [2.0, 2.0]
     assert not stored["y"].requires_grad
-    # pieces of a decoder kept their cache with its graph: no micro-batch was small enough
+    # A decoder's cache with its graph would keep all pieces in memory.
     assert not stored["cache"].keys.requires_grad
     assert torch.equal(stored["rest"][0].to_dense(), torch.eye(3))
     assert stored["rest"][1:] == ["text", None]
@@ -104,7 +104,7 @@ def test_outputs_that_only_some_pieces_have_can_be_read() -> None:
 
 @pytest.mark.parametrize(("much", "told"), [(8 * 8 * 4 - 1, 1), (8 * 8 * 4, 0)])
 @pytest.mark.parametrize("place", ["cpu", "device", None])
-def test_outputs_that_take_much_memory_are_told_of_once(
+def test_large_outputs_are_warned_of_once(
     place: Any, much: int, told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "MUCH", much)
@@ -141,7 +141,7 @@ class ReadOnly:
 
 
 class Items(dict[str, Any]):
-    """With an attribute next to its items."""
+    """A dict with an attribute next to its items."""
 
     def __init__(self, y: Tensor, **items: Any) -> None:
         super().__init__(items)
@@ -239,13 +239,13 @@ class Locked(SimpleNamespace):
 
 class Owner(SimpleNamespace):
     def __del__(self) -> None:
-        """Closes what it owns."""
+        """Close resources that a copy would close a second time."""
 
 
 class Chain(SimpleNamespace):
     def __init__(self, y: Tensor) -> None:
         chain = SimpleNamespace(y=graph())
-        for _ in range(5000):  # more than Python can recurse
+        for _ in range(5000):  # deeper than Python recurses
             chain = SimpleNamespace(next=chain)
         super().__init__(y=y, next=chain)
 
@@ -255,7 +255,7 @@ def test_objects_that_cannot_be_copied_are_handed_on(
     kind: Any,
 ) -> None:
     own = kind(y=graph())
-    gone = weakref.proxy(Slots(graph()))  # of an object that has ended
+    gone = weakref.proxy(Slots(graph()))  # its object has ended
     found = detached({"y": graph(), "own": own, "gone": gone})
     assert found["y"].grad_fn is None
     assert own.y.grad_fn is not None

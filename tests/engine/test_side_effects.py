@@ -1,4 +1,7 @@
-"""What a step does besides its gradient: it edits gradients, the batch or its outputs, switches modes, freezes parameters, or ends older graphs."""
+"""Side effects of a step: it edits gradients, the batch or outputs, or switches modes.
+
+It can also freeze parameters, or use a graph that is older than the attempt.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,7 +36,7 @@ from tests.helpers.strikes import every_operation
 def test_gradients_edited_inside_the_block_after_backward_are_refused(
     model: nn.Module, edit: str, then: str
 ) -> None:
-    """The versions that the edit moved passed for a number of commits that is new."""
+    """An edit moves versions of gradients as commits do, but must not pass for commits."""
     edits: dict[str, Callable[[], object]] = {
         "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05),
         "zero_grad": model.zero_grad,
@@ -56,7 +59,7 @@ def test_gradients_edited_inside_the_block_after_backward_are_refused(
 
 
 def test_a_loss_term_made_before_the_loop_keeps_its_graph_after_a_failure() -> None:
-    """Every term of the failed attempt was detached, also one whose graph is older than the attempt."""
+    """A failed attempt loses its own graph; a term from before the loop keeps its graph."""
     model, wanted = mlp(), list[Tensor | None]()
 
     def ones(batch: Any) -> Tensor:
@@ -91,10 +94,13 @@ SWITCHES: dict[str, tuple[Callable[[nn.Module], bool], Callable[[nn.Module, bool
 @pytest.mark.parametrize("first", [1, 2])
 @pytest.mark.parametrize(("read", "switch"), SWITCHES.values(), ids=SWITCHES)
 @pytest.mark.parametrize("error", ERRORS, ids=["replayed", "passed on"])
-def test_what_a_step_switches_off_for_a_while_is_on_after_an_attempt_that_failed_meanwhile(
+def test_a_switch_turned_off_for_a_while_is_on_after_a_failure(
     error: Exception, read: Any, switch: Any, first: int
 ) -> None:
-    """`was = model.training; model.eval(); …; model.train(was)`: the replay read the mode that the failed attempt had left."""
+    """A step saves a switch, turns it off, and restores it at its end.
+
+    A failure in between must not make the replay read "off" as the saved state.
+    """
     model, fail = (
         nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.1)).double(),
         FailOn(first, error=lambda: error),
@@ -113,10 +119,10 @@ def test_what_a_step_switches_off_for_a_while_is_on_after_an_attempt_that_failed
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["replayed", "passed on"])
-def test_modes_are_those_of_the_calls_start_where_the_batch_starts_over_or_ends_by_an_error(
+def test_a_restart_or_an_error_restores_the_modes_of_the_calls_start(
     error: Exception,
 ) -> None:
-    """They were those of the failed attempt's start, so a batch that started over ran its first piece in the mode that it had left."""
+    """A restarted batch runs its first piece in the mode of the call's start."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     mbs, fail, seen = (
@@ -129,7 +135,7 @@ def test_modes_are_those_of_the_calls_start_where_the_batch_starts_over_or_ends_
         seen.append(model[1].training)
         hidden = model[:2](batch[0])
         model[1].eval()
-        hidden.register_hook(lambda grad: fail())  # the last layer has committed by then
+        hidden.register_hook(lambda grad: fail())  # after the last layer's commit
         loss: Tensor = functional.cross_entropy(model[2](hidden), batch[1])
         return loss
 
@@ -140,8 +146,8 @@ def test_modes_are_those_of_the_calls_start_where_the_batch_starts_over_or_ends_
     assert model[1].training is not replayed
 
 
-def test_modes_are_those_of_the_attempts_start_where_a_piece_is_replayed() -> None:
-    """A step that leaves the model in another mode runs its first piece in one and all others in the other."""
+def test_a_replayed_piece_restores_the_modes_of_its_own_start() -> None:
+    """A step that switches the mode for good runs only the first piece in the old mode."""
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     mbs, fail, seen = elastic(model, micro_batch_size=4), FailOn(2), list[bool]()
 
@@ -157,7 +163,7 @@ def test_modes_are_those_of_the_attempts_start_where_a_piece_is_replayed() -> No
 
 
 def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> None:
-    """Pieces share what passes whole, so later pieces saw it edited."""
+    """Pieces share a whole tensor, so later pieces would see the edit of the first."""
     model, (x, y) = mlp(), pairs(8)
 
     def weighted(of: nn.Module) -> Any:
@@ -184,10 +190,8 @@ def test_a_whole_tensor_of_the_batch_that_is_edited_in_place_is_seen_once() -> N
     assert off_by(model, wanted) <= 1e-12
 
 
-def test_an_evaluation_that_returns_its_own_buffer_again_and_again_is_refused_or_has_every_row() -> (
-    None
-):
-    """On the device views of the buffer are kept, which the next piece overwrites."""
+def test_outputs_in_one_reused_buffer_are_refused_or_have_every_row() -> None:
+    """Outputs on the device are kept as views of the buffer, and the next piece overwrites them."""
     model, buffer, x = (
         nn.Linear(2, 2).double(),
         torch.zeros(8, 2, dtype=torch.float64),
@@ -204,7 +208,10 @@ def test_an_evaluation_that_returns_its_own_buffer_again_and_again_is_refused_or
 
 
 def test_outputs_are_given_once(model: nn.Sequential) -> None:
-    """Those of `backward` took the place of those that `keep` was given, and a second `keep` that of the first."""
+    """Outputs given to `keep` are not replaced by the outputs of `backward`.
+
+    A second `keep` is refused.
+    """
     mbs = elastic(model, micro_batch_size=4)
     for micro in mbs.micro_batches(pairs(8)):
         with micro:
@@ -218,10 +225,11 @@ def test_outputs_are_given_once(model: nn.Sequential) -> None:
                 micro.keep(micro.data[1])
 
 
-def test_statistics_that_a_flag_of_the_users_own_begins_to_move_go_back_with_a_failed_piece() -> (
-    None
-):
-    """The module stays in one mode, and eager batch norm moves no version: the failed attempt's statistics stayed in the buffers."""
+def test_statistics_that_begin_to_move_go_back_with_a_failed_piece() -> None:
+    """The module stays in one mode, and eager batch norm does not raise versions of buffers.
+
+    The buffers have to be put back all the same.
+    """
 
     class Norm(nn.Module):
         def __init__(self) -> None:
@@ -254,14 +262,17 @@ def test_statistics_that_a_flag_of_the_users_own_begins_to_move_go_back_with_a_f
     torch.testing.assert_close(norm.running_mean, twin.running_mean, rtol=1e-12, atol=0)
 
 
-# ---------------------------------------------------------------------- parameters that are frozen for a while, as steps of two networks do
+# ---------------------------------------------------------------------- frozen parameters
 
 
 ZEROS = torch.zeros(8, 3, dtype=torch.float64)
 
 
 def two_networks(*, thawed: bool) -> tuple[nn.ModuleList, Callable[[Tensor], Tensor]]:
-    """A generator and a judge, and the generator's loss, in which the judge is frozen; `thawed` says whether it is trainable again afterwards."""
+    """Return a generator with its judge, and the generator's loss, which freezes the judge.
+
+    With `thawed`, the loss function makes the judge trainable again.
+    """
     torch.manual_seed(0)
     generator = nn.Linear(3, 6).double()
     judge = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -278,7 +289,7 @@ def two_networks(*, thawed: bool) -> tuple[nn.ModuleList, Callable[[Tensor], Ten
 
 @pytest.mark.parametrize("known", [0, 3], ids=["first call", "known"])
 @pytest.mark.parametrize("thawed", [True, False])
-def test_wherever_memory_runs_out_the_gradient_is_exact_and_what_was_frozen_for_a_while_is_no_longer(
+def test_freezing_for_a_while_is_exact_wherever_memory_runs_out(
     door: int, known: int, thawed: bool
 ) -> None:
     noise = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -306,10 +317,11 @@ def test_wherever_memory_runs_out_the_gradient_is_exact_and_what_was_frozen_for_
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_an_error_of_the_users_own_passes_and_leaves_nothing_frozen_that_can_be_trained(
-    door: int, quantised: bool
-) -> None:
-    """It came out as torch's refusal of gradients for integers where a parameter had become one."""
+def test_an_error_of_the_user_passes_and_leaves_nothing_frozen(door: int, quantised: bool) -> None:
+    """A parameter that has become integers cannot be thawed.
+
+    The refusal of torch must not hide the user's error.
+    """
     networks, _ = two_networks(thawed=True)
 
     def loss_fn(noise: Tensor) -> Tensor:
@@ -327,7 +339,7 @@ def test_an_error_of_the_users_own_passes_and_leaves_nothing_frozen_that_can_be_
     ]
 
 
-def test_what_is_frozen_after_a_loop_was_left_early_stays_so() -> None:
+def test_a_freeze_after_a_loop_left_early_stays() -> None:
     networks, loss_fn = two_networks(thawed=True)
     mbs = elastic(networks, micro_batch_size=4)
     for micro in mbs.micro_batches(ZEROS):
@@ -341,7 +353,7 @@ def test_what_is_frozen_after_a_loop_was_left_early_stays_so() -> None:
 
 
 class Counting(nn.Module):
-    """Counts the samples that it has seen."""
+    """A model that counts the samples that it has seen."""
 
     seen: Tensor
 
@@ -357,7 +369,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_what_a_piece_did_to_buffers_stays_where_the_next_one_fails_before_its_snapshot(
+def test_buffers_of_a_piece_stay_if_the_next_fails_before_its_snapshot(
     monkeypatch: pytest.MonkeyPatch, training: bool
 ) -> None:
     model, fails = Counting(), FailOn(3)

@@ -1,4 +1,7 @@
-"""What is reported of a call, its seconds too: once, in order, without waiting, and at no cost where nothing listens."""
+"""Each call is reported once, in order, with its seconds, and without a wait.
+
+A report costs nothing where nothing listens.
+"""
 
 import os
 import time
@@ -46,7 +49,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Device:
-    """A device that has ended only as many calls as the test says. The n-th took n seconds."""
+    """A device that has finished `arrived` calls; the n-th took n seconds."""
 
     arrived = ended = 0
 
@@ -76,7 +79,7 @@ def test_without_a_sink_or_a_log_no_call_is_reported(
         mbs.evaluate(lambda batch: model(batch[0]), pairs())
     with elastic(model, on_event=print, enabled=False) as mbs:
         mbs.backward(cross_entropy(model), pairs())
-    # this test can fail
+    # The control: with a sink the mock is called.
     with (
         pytest.raises(AssertionError, match="CallDone was built"),
         elastic(model, on_event=print) as mbs,
@@ -84,7 +87,7 @@ def test_without_a_sink_or_a_log_no_call_is_reported(
         mbs.backward(cross_entropy(model), pairs())
 
 
-def test_each_call_is_reported_once_with_its_loss_and_the_sinks_hear_when_it_begins(
+def test_sinks_hear_each_call_begin_and_end_once_with_its_loss(
     door: int,
 ) -> None:
     heard, model = Heard(), mlp()
@@ -108,7 +111,7 @@ def test_each_call_is_reported_once_with_its_loss_and_the_sinks_hear_when_it_beg
                 0.0,
             )
             assert there(done.seconds) > 0
-            # it has no sensor
+            # This runtime has no sensor.
             assert (done.free, done.held_by_others, done.total) == (None, None, None)
         mbs.evaluate(lambda batch: model(batch[0]), pairs())
         done = heard.calls[-1]
@@ -149,7 +152,7 @@ def refuse_done(event: Event) -> None:
         raise ZeroDivisionError
 
 
-def test_an_error_in_a_users_sink_comes_when_the_call_is_over_and_its_gradient_whole(
+def test_an_error_of_a_sink_comes_after_the_whole_gradient(
     model: nn.Sequential,
 ) -> None:
     with elastic(model, on_event=refuse_done) as mbs, pytest.raises(ZeroDivisionError):
@@ -188,9 +191,7 @@ def test_lost_is_the_time_of_the_attempts_that_are_undone(
 
 
 @pytest.mark.parametrize("inner", ["eval", "backward"])
-def test_a_call_inside_a_callback_does_not_restart_the_time_of_the_outer_one(
-    host: Clock, inner: str
-) -> None:
+def test_a_call_inside_a_callback_keeps_the_outer_calls_time(host: Clock, inner: str) -> None:
     heard, model = Heard(), mlp()
     with elastic(model, micro_batch_size=8, on_event=heard) as mbs:
         call = (
@@ -234,7 +235,7 @@ ROOM = Headroom(free=50, total=100, held_by_others=30, source="test", at=0.0)
     ("meter", "reading", "figures"),
     [
         (Meter(), ROOM, (1, 2, 3, 4, 50, 30, 100)),
-        # what is neither free nor others' is ours
+        # Memory that is neither free nor held by others is ours.
         (NoMeter(), ROOM, (None, 20, None, None, 50, 30, 100)),
         (Meter(), Unavailable("gone"), (1, 2, 3, 4, None, None, None)),
         (NoMeter(), Unavailable("gone"), (None,) * 7),
@@ -248,23 +249,23 @@ def test_memory_is_reported_as_far_as_it_is_known(
     monitor = Monitor(sensor, interval=0)
     monitor.read_now()
     assert tuple(memory_figures(meter, monitor).values()) == figures
-    assert sensor.read.call_count == 1  # the latest reading, never a new one
+    assert sensor.read.call_count == 1  # figures take the latest reading
 
 
-def test_a_call_is_reported_when_its_figures_have_arrived_and_in_order(device: Device) -> None:
+def test_calls_are_reported_in_order_when_their_figures_arrive(device: Device) -> None:
     heard, model = Heard(), mlp()
     with elastic(model, on_event=heard) as mbs:
         for arrived in (0, 0, 1, 3):
             device.arrived = arrived
             mbs.backward(cross_entropy(model), pairs())
             assert [done.seconds for done in heard.calls] == [1.0, 2.0, 3.0][:arrived]
-    # the rest when the runtime was closed
+    # Closing the runtime has reported the rest.
     assert [done.seconds for done in heard.calls] == [1.0, 2.0, 3.0, 4.0]
     assert heard.closed == 1
 
 
 @pytest.mark.usefixtures("device")
-def test_a_users_sink_that_raises_at_the_end_keeps_no_file_open_and_loses_no_other_call() -> None:
+def test_a_sink_that_raises_at_the_end_loses_no_other_call() -> None:
     heard, model, broken = Heard(), mlp(), True
     mbs = elastic(model, on_event=[heard, lambda event: refuse_done(event) if broken else None])
     for _ in range(2):
@@ -293,7 +294,7 @@ def test_a_forked_child_reports_nothing_of_its_parents_calls(
 
 
 class DeviceEvent:
-    """A device event on a device whose work is done when the test says so."""
+    """An event on a device that has done its work up to `horizon`."""
 
     now: ClassVar[float] = 0.0
     horizon: ClassVar[float] = 0.0
@@ -331,7 +332,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda", 1)
 
 
-def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order_or_are_unknown_where_it_is_lost(
+def test_times_of_a_device_come_once_in_order_when_work_is_done(
     cuda: torch.device,
 ) -> None:
     timed: Timed[int] = deque()
@@ -345,13 +346,13 @@ def test_times_of_a_device_come_when_its_work_is_done_once_each_and_in_order_or_
     assert list(known(timed)) == [(0, 1.0), (1, 2.0)]
     assert list(known(timed)) == []
     assert list(known(timed, wait=True)) == [(2, 3.0), (3, 4.0)]
-    assert DeviceEvent.streams == [cuda] * 8  # the model's, whichever is current
+    assert DeviceEvent.streams == [cuda] * 8  # the model's device
     DeviceEvent.lost = True
     assert list(known(deque([(watch, 0)]))) == [(0, None)]
 
 
 @pytest.mark.gpu
-# said once in a process, by whichever test is the first
+# Torch says it once in a process.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_reporting_calls_never_waits_for_the_device() -> None:
     where = torch.device("cuda", torch.cuda.current_device())
@@ -366,8 +367,7 @@ def test_reporting_calls_never_waits_for_the_device() -> None:
         ) as mbs:
             deadline = time.monotonic() + 120
             while not isinstance(mbs.headroom, Headroom) and time.monotonic() < deadline:
-                # the first call may be over before NVML has answered for the first time, and would
-                # tell of no total
+                # A call that is over before the first answer of NVML would have no total.
                 time.sleep(0.01)
             for i in range(8):
                 model.zero_grad()

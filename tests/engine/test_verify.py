@@ -1,4 +1,4 @@
-"""`mbs.verify` names what makes the loss of the pieces another than the batch's, and leaves no trace."""
+"""`mbs.verify` names the cause where pieces give another loss than the batch, without a trace."""
 
 import random
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def says(report: VerifyReport, *words: str) -> bool:
     return any(all(word in finding for word in words) for finding in report.findings)
 
 
-def test_verify_is_content_with_what_is_right() -> None:
+def test_verify_accepts_correct_losses() -> None:
     model, batch = tokens()
     report = elastic(model, count=count_tokens("labels")).verify(language(model), batch)
     assert report.ok
@@ -60,8 +60,11 @@ def test_verify_is_content_with_what_is_right() -> None:
     assert says(report, "BatchNorm")
 
 
-def test_verify_names_a_missing_count_for_a_loss_that_shifts_its_labels_too() -> None:
-    """A causal language model does: the count that was advised was the one that had been given, and wrong."""
+def test_verify_names_a_missing_count_also_for_shifted_labels() -> None:
+    """A causal language model shifts its labels.
+
+    The advice has to be the shifted count, also where the count without a shift was given.
+    """
     model, batch = tokens()
     report = elastic(model).verify(language(model), batch)
     assert says(report, "count=count_tokens('labels')")
@@ -107,7 +110,7 @@ def _contrastive(model: nn.Module, b: Pair) -> Tensor:
     ],
     ids=["sum", "mean", "regulariser", "contrastive"],
 )
-def test_verify_names_what_is_wrong(
+def test_verify_names_the_cause(
     model: nn.Sequential, reduction: str, loss: Any, words: tuple[str, ...]
 ) -> None:
     report = elastic(model, reduction=reduction).verify(partial(loss, model), pairs())
@@ -116,7 +119,7 @@ def test_verify_names_what_is_wrong(
     assert says(report, *(word.format(size) for word in words))
 
 
-def test_verify_names_randomness_that_is_not_rolled_back_and_the_loss_among_several() -> None:
+def test_verify_names_the_loss_with_randomness_not_rolled_back() -> None:
     model, own = mlp(), random.Random(0)
     losses: dict[str, Any] = {
         "good": cross_entropy(model),
@@ -133,7 +136,7 @@ def test_verify_names_randomness_that_is_not_rolled_back_and_the_loss_among_seve
 
 
 class Traced:
-    """A model with all that verify can leave a trace in, and a loss that touches each of it."""
+    """A model with all state that verify could change, and a loss that changes all of it."""
 
     def __init__(self, ends: BaseException | None = None) -> None:
         torch.manual_seed(0)
@@ -150,7 +153,7 @@ class Traced:
 
     def loss_fn(self, b: Pair) -> Tensor:
         self.model.get_buffer("1.running_mean").add_(1.0)
-        # the legacy stream is what is rolled back
+        # NumPy's legacy stream is the one that is rolled back.
         noise = torch.rand(()) + random.random() + np.random.rand()
         loss: Tensor = cross_entropy(self.model)(b) + 0 * noise
         loss.backward(retain_graph=True)
@@ -211,7 +214,7 @@ def test_verify_struck_at_any_operation_or_line_leaves_no_trace() -> None:
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("n", [1, 5, 20, 60])
-def test_verify_that_runs_out_of_memory_for_good_ends_in_a_typed_error_without_a_trace(
+def test_verify_that_never_fits_leaves_a_typed_error_and_no_trace(
     n: int,
 ) -> None:
     traced = Traced()
@@ -220,7 +223,7 @@ def test_verify_that_runs_out_of_memory_for_good_ends_in_a_typed_error_without_a
     traced.check()
 
 
-def test_verify_passes_an_error_on_that_is_only_often_a_hidden_out_of_memory() -> None:
+def test_verify_passes_on_an_error_that_need_not_be_out_of_memory() -> None:
     model, fail = mlp(), FailOn(1, error=lambda: RuntimeError("could not create a primitive"))
     with pytest.raises(RuntimeError, match="could not create a primitive"):
         elastic(model).verify(failing(model, fail), pairs())

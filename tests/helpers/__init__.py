@@ -1,1 +1,1 @@
-"""What more than one test file needs."""
+"""Helpers of more than one test file."""

@@ -13,7 +13,7 @@ def rows(n: int, *shape: int) -> Tensor:
 
 
 def splits(n: int) -> st.SearchStrategy[list[tuple[int, int]]]:
-    """Every way to cut n samples into pieces."""
+    """Return every way to cut n samples into pieces."""
     edges = st.sets(st.integers(1, n - 1)) if n > 1 else st.just(set[int]())
     return edges.map(lambda inner: list(zip([0, *sorted(inner)], [*sorted(inner), n], strict=True)))
 
@@ -24,7 +24,10 @@ class Named(NamedTuple):
 
 
 class Encoding(UserDict[str, Any]):
-    """Like HF BatchEncoding: constructor arguments, attributes next to the data, encodings of the samples by index."""
+    """A container like BatchEncoding of Hugging Face.
+
+    It has constructor arguments, an attribute next to the data, and encodings of samples by index.
+    """
 
     def __init__(self, data: dict[str, Any], encodings: Any, *, names: list[str]) -> None:
         super().__init__(data)

@@ -1,4 +1,4 @@
-"""A loss that compares every sample with all others, and the calls that go with it."""
+"""A loss that compares each sample with all others, and its gradient by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +16,12 @@ def samples(n: int = 8) -> Tensor:
 
 
 class Contrast:
-    """Every sample against all others, with a learned temperature outside the model."""
+    """A contrastive loss with a learned temperature outside the model."""
 
     def __init__(self, *layers: nn.Module) -> None:
         self.model = nn.Sequential(*mlp(), *layers).double()
         self.temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-        # of the pieces that were embedded, and of the batch at each loss, negative
+        # Lengths: a piece that was embedded positive, a batch at its loss negative.
         self.sizes: list[int] = []
 
     @property
@@ -42,7 +42,7 @@ class Contrast:
             leaf.grad = None
 
     def by_hand(self, x: Tensor, pieces: Any = None) -> list[Tensor | None]:
-        """The gradients of the loss of these pieces' embeddings, each with its graph."""
+        """Return the gradients of the loss over the pieces' embeddings, each with its graph."""
         before = [leaf.grad for leaf in self.leaves]
         self.zero()
         self.over(
@@ -55,7 +55,7 @@ class Contrast:
         return found
 
     def embed_failing(self, fails: FailOn) -> Callable[[Tensor], Tensor]:
-        """`embed`, and then a failure."""
+        """Return `embed` with a failure at its end."""
 
         def embed(x: Tensor) -> Tensor:
             z = self.embed(x)

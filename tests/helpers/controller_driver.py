@@ -18,7 +18,7 @@ KEY = Key("loss", "train", 0)
 
 
 class Driver:
-    """A controller whose calls see what the test says: capacity, need, seconds.
+    """A controller with capacity, need and seconds of calls set by the test.
 
     There is no jitter, unless the options of the policy have it.
     """

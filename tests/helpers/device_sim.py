@@ -41,7 +41,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Ran:
-    """One finished (or given up) call."""
+    """One call that has finished or was given up."""
 
     at: float
     size: int
@@ -53,7 +53,7 @@ class Ran:
 
 @dataclass
 class Job:
-    """One process: `call` runs a batch, and `history` has all calls so far."""
+    """One process on the device: `call` runs a batch, `history` has all calls so far."""
 
     device: Device
     need: Callable[[int], int]
@@ -64,13 +64,13 @@ class Job:
     sensed: bool = True
     per_piece: float = 0.1
     per_sample: float = 0.004
-    rest: float = 0.0  # seconds before a reading that is asked for
+    rest: float = 0.0  # age at which a reading is renewed on request
     lost: float = 0.0  # seconds in failed attempts
     controller: Controller = field(init=False)
     history: list[Ran] = field(default_factory=list)
     reserved: int = 0
     oom_times: list[float] = field(default_factory=list)
-    readings: list[float] = field(default_factory=list)  # when they were taken
+    readings: list[float] = field(default_factory=list)  # times of readings
     _reading: Capacity | None = None
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class Job:
     ) -> Ran:
         """Run a batch as the engine does: pieces, and smaller pieces of the rest after a failure.
 
-        With `stop_after`, an exception ends it after this many pieces.
+        With `stop_after`, an exception ends the call after this number of pieces.
         """
         key = Key(name, "train", shape_class(elements))
         began = self.device.clock.now
@@ -203,5 +203,5 @@ class Job:
 
     @property
     def size(self) -> int:
-        """The size of the latest call."""
+        """Size of the latest call."""
         return self.history[-1].size

@@ -1,4 +1,4 @@
-"""Events for the tests of whatever reads them."""
+"""Events for tests of sinks, reports and logs."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -28,7 +28,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def any_event(kind: type[Event]) -> st.SearchStrategy[Event]:
-    """Every event of a class that can be made."""
+    """Return a strategy for all events of a class."""
     return st.builds(kind, **{item.name: _FIELDS[str(item.type)] for item in fields(kind)})
 
 
@@ -36,7 +36,7 @@ ANY_EVENT = st.one_of(*(any_event(kind) for kind in KINDS))
 
 
 def done(ended: float = 1.0, **changes: Any) -> CallDone:
-    """A call that finished at `ended`."""
+    """Return the event of a call that finished at `ended`."""
     sizes = {
         "samples": 64,
         "pieces": 4,
@@ -67,7 +67,7 @@ def done(ended: float = 1.0, **changes: Any) -> CallDone:
 
 
 def failure(**changes: Any) -> OutOfMemory:
-    """An error that was survived."""
+    """Return the event of an out-of-memory error that was survived."""
     event = OutOfMemory(
         "run",
         "backward",
@@ -132,7 +132,7 @@ RUN: list[tuple[float, Event]] = [
 
 
 def log_of(*runs: list[tuple[float, Event]], name: str = "run", **header: Any) -> bytes:
-    """A run log: each run a list of events with their times."""
+    """Return the text of a run log; each run is a list of events with their times."""
     lines = []
     for number, entries in enumerate(runs):
         run = f"{number:012x}"
@@ -150,7 +150,7 @@ def log_of(*runs: list[tuple[float, Event]], name: str = "run", **header: Any) -
 
 
 class Heard(GuardedSink):
-    """A sink that notes everything it is told."""
+    """A sink that notes all that it is told."""
 
     def __init__(self) -> None:
         super().__init__()

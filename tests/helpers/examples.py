@@ -1,4 +1,4 @@
-"""A run of a script in examples/, and the check of its last lines."""
+"""A run of a script in examples/, with a check of its last lines."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""A driver under the real pynvml, and torch.cuda as far as the sensors use it: neither needs a GPU."""
+"""A fake driver under the real pynvml, and a fake torch.cuda for sensors; no GPU is needed."""
 
 import ctypes
 import types
@@ -14,7 +14,7 @@ import torch
 from elastic_mbs.memory import CudaSensor, Headroom
 
 GIB = 1024**3
-NOT_AVAILABLE = 2**64 - 1  # what the driver writes for bytes that it does not know
+NOT_AVAILABLE = 2**64 - 1  # the driver's figure for unknown bytes
 
 LOST, UNKNOWN, ABSENT = 15, 999, 9  # GPU_IS_LOST, UNKNOWN, DRIVER_NOT_LOADED
 _WORDS = {LOST: b"GPU is lost", UNKNOWN: b"Unknown Error"}
@@ -36,9 +36,9 @@ class Card:
 
 
 class FakeDriver:
-    """Stands for libnvidia-ml under pynvml, which calls it through ctypes.
+    """A stand-in for libnvidia-ml, which pynvml calls through ctypes.
 
-    `fail` maps a function (its middle) to the code that it returns.
+    `fail` maps a function (the middle of its name) to the code that it returns.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ class FakeDriver:
         self.fail: dict[str, int] = {}
         self.calls: list[str] = []
         self.references = 0
-        # the driver was loaded again: references of an earlier epoch are stale
+        # An epoch ends when the driver is loaded again; references from before are stale.
         self.epoch = self.epoch_of_init = 0
         self._handles: list[str] = []
         monkeypatch.setattr(pynvml, "nvmlLib", self)
@@ -147,14 +147,17 @@ def raiser(error: BaseException) -> Callable[..., Any]:
 
 
 def read_cuda(device: str = "cuda:0") -> Headroom:
-    """A reading of the CUDA sensor, five seconds after the start."""
+    """Return a reading of the CUDA sensor, five seconds after the start."""
     reading = CudaSensor(device, clock=lambda: 5.0).read()
     assert isinstance(reading, Headroom), reading
     return reading
 
 
 class FakeCuda:
-    """torch.cuda, as far as the sensors use it: a card of 9 GiB of which 5 are free, 2 are reserved by us."""
+    """The functions of torch.cuda that sensors use.
+
+    The card has 9 GiB: 5 are free, and this process reserves 2.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.properties = types.SimpleNamespace(

@@ -38,7 +38,7 @@ def script(code: str) -> list[str]:
 
 
 def run(fence: Fence, code: str) -> str:
-    """Runs a script under the fence; a failed assertion in it fails the test."""
+    """Run a script under the fence; a failed assertion in it fails the test."""
     environment = os.environ | fences.environment(fence)
     done = subprocess.run(
         script(code), env=environment, capture_output=True, text=True, check=False, timeout=LONG
@@ -48,7 +48,7 @@ def run(fence: Fence, code: str) -> str:
 
 
 def start(fence: Fence, code: str) -> subprocess.Popen[str]:
-    """Starts one and waits until it is ready."""
+    """Start a script under the fence, and wait until it is ready."""
     environment = os.environ | fences.environment(fence)
     process = subprocess.Popen(
         script(code), env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True

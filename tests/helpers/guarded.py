@@ -70,7 +70,7 @@ class World:
             self.scaler.update()
 
     def values(self) -> Any:
-        """Everything that a step changes, by value."""
+        """Return copies of all that a step changes."""
         return copied({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
 
@@ -79,7 +79,7 @@ def copied(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether nested values have the same bits."""
+    """Return whether nested values have the same bits."""
     (ours, here), (theirs, there) = pytree.tree_flatten(a), pytree.tree_flatten(b)
     return here == there and all(
         type(x) is type(y) and (torch.equal(x, y) if isinstance(x, Tensor) else x == y)
@@ -88,7 +88,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def layers(name: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of 16 parameters of 16 KiB with gradients, and an optimizer of torch's."""
+    """Return a model of 16 parameters of 16 KiB with gradients, and an optimizer of torch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Jobs for tests of processes: each is called with a line to its parent, in a child."""
+"""Jobs for tests of processes: a child runs each, with a function that tells its parent."""
 
 import os
 import signal

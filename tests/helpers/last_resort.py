@@ -1,4 +1,7 @@
-"""What a pool of last resort (`torch.cuda.MemPool(use_on_oom=True)`) does for an optimizer's step, in a process of its own: pools may end it."""
+"""A step of an optimizer beside a pool of last resort, `torch.cuda.MemPool(use_on_oom=True)`.
+
+It runs in a process of its own, since such a pool can end its process.
+"""
 
 import gc
 import json
@@ -12,7 +15,10 @@ DEVICE = torch.device("cuda", 0)
 
 
 def tried(*, reserve: bool) -> dict[str, object]:
-    """One step with too little memory for its state: whether it was made, and what of the pool's memory nobody gets afterwards, in bytes."""
+    """Try a step with too little memory for its state.
+
+    Return whether it was made, and the bytes that stay reserved for nobody afterwards.
+    """
     model = nn.Linear(4096, 4096, bias=False, device=DEVICE)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)

@@ -1,4 +1,4 @@
-"""Trains under a memory limit and says what has happened there: the same for every kind, in this process or in a child."""
+"""Training under a memory limit of any kind, in this process or in a child, and its report."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ SAMPLES, ROWS, WIDTH = 32, 32, 256
 
 
 def train(emit: Emit, kind: str) -> None:
-    """Runs out of memory in forward and in backward, and says how that went; then has the co-tenant come and go."""
+    """Run out of memory in forward and in backward; then let a co-tenant come and go."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10)
@@ -110,7 +110,7 @@ def _come_and_go(emit: Emit, memory: MemoryLimit) -> None:
     assert isinstance(meter, UsageMeter)
     memory.reset_peak()
     torch.zeros(6 * MEBI, dtype=torch.uint8)
-    meter.reset_peak()  # as a runtime does, in the middle of somebody else's interval
+    meter.reset_peak()  # as a runtime does, inside the interval of another
     usage = meter.usage()
     assert usage is not None
     emit(
@@ -124,7 +124,7 @@ def _come_and_go(emit: Emit, memory: MemoryLimit) -> None:
 
 
 def _taken(mebi: int) -> tuple[list[Tensor], str | None]:
-    """As many blocks of 1 MiB as there is room for, and what kind of error has ended it before there were all."""
+    """Take up to `mebi` blocks of 1 MiB; return them, and the kind of the error that stopped it."""
     blocks: list[Tensor] = []
     try:
         while len(blocks) < mebi:
@@ -136,7 +136,7 @@ def _taken(mebi: int) -> tuple[list[Tensor], str | None]:
 
 
 def share(emit: Emit, size: int, hold: float) -> None:
-    """Takes as much of a shared device as it can get, up to `size`, in blocks of 1 MiB; says so, and keeps it for a while."""
+    """Take up to `size` bytes of a shared device in blocks of 1 MiB, and hold them for a while."""
     with (memory := open_limit("shim", shared=True)):
         blocks, kind = _taken(size // MEBI)
         emit(

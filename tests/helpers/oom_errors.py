@@ -310,11 +310,11 @@ def raised_while_handling(error: BaseException, text: str = CUDA_REPORT) -> None
     try:
         fail(text)
     except torch.OutOfMemoryError:
-        raise error  # noqa: B904 - that it is not linked is the point
+        raise error  # noqa: B904 - the missing link is the case
 
 
 def caught(function: Callable[..., object], *args: object) -> BaseException:
-    """As the engine does it: `classify` sees what its own frame has caught."""
+    """Return the error of a call as the engine has it: caught in the frame that classifies it."""
     try:
         function(*args)
     except BaseException as error:
@@ -323,7 +323,7 @@ def caught(function: Callable[..., object], *args: object) -> BaseException:
 
 
 def judged(error: BaseException) -> Verdict:
-    """The verdict on an error that is out of memory."""
+    """Return the verdict on an error that is out of memory."""
     verdict = classify(error)
     assert verdict is not None
     return verdict

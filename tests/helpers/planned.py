@@ -1,4 +1,4 @@
-"""Models of eight kinds, each with its loss and a batch of any length, for plans and what they are held against."""
+"""Models of eight kinds, each with a loss and a batch of any length, for plans and their peaks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -70,7 +70,7 @@ def recurrent(
 
 
 def lstm(samples: int) -> Subject:
-    # oneDNN has no kernel for float64, so it is made of plain operations
+    # oneDNN has no LSTM for float64, so torch runs plain operations
     return recurrent(samples, nn.LSTM(32, 64, 2, batch_first=True), 12, torch.float64)
 
 
@@ -116,7 +116,7 @@ def unet(samples: int) -> Subject:
 
 
 def peak_of(budget: MemoryBudget, run: Callable[[], object]) -> int:
-    """Bytes at the highest point of a run."""
+    """Return the bytes at the highest point of a run."""
     budget.reset_peak()
     run()
     return budget.peak

@@ -1,4 +1,4 @@
-"""Records of the stress tool that are made up."""
+"""Made-up records of the stress tool."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ def step(number: int, **changes: Any) -> Step:
 
 
 def small(number: int, size: int = 16, **changes: Any) -> Step:
-    """A step whose batch ran in smaller pieces."""
+    """Return a step whose batch ran in smaller pieces."""
     return step(
         number, **({"size": size, "partition": halves(size), "peak": NEEDS.at(size)} | changes)
     )

@@ -1,4 +1,4 @@
-"""The limits of Linux: the files that tell of control groups, written into a folder, and RLIMIT_DATA as the guard sees it."""
+"""Limits of Linux: control group files, written into a folder, and a fake of RLIMIT_DATA."""
 
 import errno
 import types
@@ -14,7 +14,7 @@ from elastic_mbs.memory import HostGuard, host_guard
 Version = Literal[1, 2]
 ROOT_OF: dict[Version, str] = {1: "sys/fs/cgroup/memory", 2: "sys/fs/cgroup"}
 NO_LIMIT: dict[Version, int | str] = {1: 9223372036854771712, 2: "max"}
-"""What a group without a limit says."""
+"""Text in the limit file of a group without a limit."""
 
 
 def write_group(
@@ -30,9 +30,9 @@ def write_group(
     high: int | str | None = None,
     **stat: int,
 ) -> Path:
-    """One group's files under `top`, the folder of its hierarchy.
+    """Write the files of a group under `top`, the folder of its hierarchy.
 
-    A limit of None: the memory controller is not switched on there.
+    With a limit of None, the group has no memory controller.
     """
     folder = top / path.strip("/")
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,10 @@ def write_membership(
     mount_roots: Mapping[Version, str] | None = None,
     more: str = "",
 ) -> None:
-    """/proc/self/cgroup and /proc/self/mountinfo: which groups this process is in, and which of them the mounts begin with."""
+    """Write /proc/self/cgroup and /proc/self/mountinfo.
+
+    `paths` are the groups of this process, `mount_roots` the groups that the mounts begin with.
+    """
     proc = root / "proc/self"
     proc.mkdir(parents=True, exist_ok=True)
     lines = {1: "4:hugetlb,memory:{}", 2: "0::{}"}
@@ -92,15 +95,15 @@ MEBI = 1 << 20
 
 
 class Limit:
-    """RLIMIT_DATA as a variable; nothing of this process is limited."""
+    """A fake of RLIMIT_DATA: a variable that does not limit this process."""
 
     RLIMIT_DATA = 2
     RLIM_INFINITY = -1
 
     def __init__(self) -> None:
         self.soft = self.hard = -1
-        self.refuse: Exception | None = None  # raised by the next attempts to set it
-        self.enforced = True  # whether mappings beyond it fail
+        self.refuse: Exception | None = None  # raised where the limit is set
+        self.enforced = True  # mappings beyond the limit fail
         self.seen: list[int] = []
 
     def getrlimit(self, which: int) -> tuple[int, int]:
@@ -119,7 +122,10 @@ class Limit:
 
 
 def fake_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Limit]:
-    """The guard sees a `Limit`, a process that has mapped 150 MiB, and a machine with 900 MiB left."""
+    """Give the guard a `Limit` in the place of RLIMIT_DATA, and yield it.
+
+    The process has mapped 150 MiB, and the machine has 900 MiB left.
+    """
     fake = Limit()
     monkeypatch.setattr(host_guard, "resource", fake)
     monkeypatch.setattr("mmap.mmap", fake.mmap)

@@ -1,4 +1,4 @@
-"""A limit on what a test's own tensors may take, on the GPU as on the CPU, and a neighbour that takes memory away."""
+"""A limit on the memory of a test, on GPU and CPU alike, and a neighbour that takes memory."""
 
 import gc
 from collections.abc import Callable
@@ -22,7 +22,11 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Room(ExitStack):
-    """How much memory there is on a device: a memory fraction on CUDA; on the CPU a `MemoryBudget`, which counts `modules` from the start."""
+    """The memory of a device, as a limit that a test can move.
+
+    On CUDA it is a memory fraction. On the CPU it is a `MemoryBudget`, which counts `modules` from
+    the start.
+    """
 
     def __init__(self, device: torch.device, *modules: nn.Module) -> None:
         super().__init__()
@@ -38,12 +42,12 @@ class Room(ExitStack):
         return self
 
     def track(self, *objects: Any) -> None:
-        """Counts what else is on the device already."""
+        """Count these objects, which are on the device already."""
         if self._budget is not None:
             self._budget.track(*objects)
 
     def taken(self) -> int:
-        """Bytes of live tensors."""
+        """Return the bytes of live tensors."""
         gc.collect()
         return (
             self._budget.live
@@ -52,7 +56,7 @@ class Room(ExitStack):
         )
 
     def allow(self, more: int) -> None:
-        """Lets this process have `more` bytes than it holds now."""
+        """Set the limit to `more` bytes above the bytes held now."""
         if self._budget is not None:
             self._budget.limit = self._budget.live + more
             return
@@ -64,7 +68,7 @@ class Room(ExitStack):
         )
 
     def need(self, run: Callable[[], object]) -> int:
-        """Bytes that `run` takes at its peak, more than what is held before it."""
+        """Return the peak of `run`, in bytes above the bytes held before it."""
         before = self.taken()
         if self._budget is not None:
             self._budget.reset_peak()
@@ -76,7 +80,11 @@ class Room(ExitStack):
 
 
 class Neighbour(ExitStack):
-    """Another user of the device: a process that holds memory on CUDA (the stress tool's neighbour), a lower limit of our room on the CPU."""
+    """Another user of the device.
+
+    On CUDA it is a process that holds memory, the stress tool's neighbour. On the CPU it is a lower
+    limit of the room.
+    """
 
     def __init__(self, room: Room) -> None:
         super().__init__()
@@ -93,7 +101,7 @@ class Neighbour(ExitStack):
         return None if self._process is None else self._process.pid
 
     def come(self, left: int) -> None:
-        """Takes all that is free but `left` bytes."""
+        """Take all free memory except `left` bytes."""
         if self._process is None:
             self._room.allow(left)
         else:
@@ -101,7 +109,7 @@ class Neighbour(ExitStack):
             self._process.hold(torch.cuda.mem_get_info(self._room.device)[0] - left)
 
     def go(self) -> None:
-        """Gives everything back."""
+        """Give all memory back."""
         if self._process is None:
             self._room.allow(PLENTY)
         else:
@@ -109,7 +117,10 @@ class Neighbour(ExitStack):
 
 
 class Wide(nn.Module):
-    """Few weights and large activations, so that memory is a matter of the micro-batch; backward needs more than forward."""
+    """A model with few weights and large activations: the micro-batch decides about memory.
+
+    Its backward needs more than its forward.
+    """
 
     def __init__(self, width: int, middle: nn.Module | None = None) -> None:
         super().__init__()
@@ -122,7 +133,11 @@ class Wide(nn.Module):
 
 
 def scale(device: torch.device) -> tuple[int, int]:
-    """(samples, width): on CUDA an activation of the whole batch is 128 MiB in float64, so that blocks and workspaces of libraries do not matter."""
+    """Return the number of samples and the width.
+
+    On CUDA an activation of the whole batch has 128 MiB in float64. Beside it the blocks of the
+    allocator and the workspaces of libraries do not matter.
+    """
     return (1024, 16384) if device.type == "cuda" else (64, 2048)
 
 
@@ -149,7 +164,7 @@ def loss_of(model: nn.Module, batch: Pair) -> Tensor:
 def by_hand(
     model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]
 ) -> list[Tensor | None]:
-    """The gradient of a hand-written accumulation over a partition."""
+    """Return the gradient of a hand-written accumulation over a partition."""
     model.zero_grad()
     total = len(batch[1])
     for start, stop in partition:
@@ -161,7 +176,10 @@ def by_hand(
 
 
 def needs(room: Room, model: nn.Module, batch: Pair) -> tuple[int, int]:
-    """Bytes of the forward and of the whole step, with gradients and what libraries keep for good in place."""
+    """Return the bytes of the forward, and of the whole step.
+
+    A first step has made gradients, and has had libraries allocate their workspaces.
+    """
     loss_of(model, batch).backward()
     found = (
         room.need(lambda: loss_of(model, batch)),

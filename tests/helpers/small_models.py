@@ -1,4 +1,4 @@
-"""Small models of a user's, as `--model path.py:factory` takes them."""
+"""Small models in a user's file, as `--model path.py:factory` takes them."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ SAMPLES, ROWS = 16, 32
 
 
 class Branched(nn.Module):
-    """All that can be undone wrongly: two branches, a mask, and statistics of its own."""
+    """A model with state that a rollback can miss: two branches, a mask, own statistics."""
 
     mean: Tensor
 
@@ -32,7 +32,7 @@ class Branched(nn.Module):
 
 
 class Flat(nn.Module):
-    """Takes no more memory for a batch than for a sample."""
+    """A model that takes no more memory for a batch than for a sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Flat(nn.Module):
 
 
 def branched() -> Subject:
-    """Masks and statistics."""
+    """Return a subject with masks and statistics."""
     return _trained(Branched().double())
 
 
 def plain() -> Subject:
-    """Samples that do not depend on each other, and count differently."""
+    """Return a subject with independent samples of unequal counts."""
     return _trained(
         nn.Sequential(
             nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2)
@@ -57,7 +57,7 @@ def plain() -> Subject:
 
 
 def tiny() -> Subject:
-    """So small that thousands of steps fit into seconds."""
+    """Return a subject so small that thousands of steps take seconds."""
     model = nn.Sequential(
         nn.Linear(4, 32), nn.Tanh(), nn.BatchNorm1d(32), nn.Linear(32, 2)
     ).double()
@@ -66,7 +66,7 @@ def tiny() -> Subject:
 
 
 def flat() -> Subject:
-    """Nothing can be shown on it."""
+    """Return a subject on which the stress tool cannot show anything."""
     model = Flat()
     return Subject(model, model, [torch.ones(SAMPLES)], name="flat")
 

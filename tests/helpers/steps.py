@@ -1,4 +1,4 @@
-"""Small float64 training steps, and what to compare them with."""
+"""Small training steps in float64, and references to compare them with."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -21,13 +21,16 @@ T = TypeVar("T")
 
 
 def there(value: T | None) -> T:
-    """What is there, for mypy as well."""
+    """Return a value that is not None, also in the view of mypy."""
     assert value is not None
     return value
 
 
 def quiet(**options: Any) -> dict[str, Any]:
-    """Options of a runtime without a thread, without readings, without waits, without chance and without growth, unless these say otherwise."""
+    """Return options of a runtime without thread, readings, waits, chance and growth.
+
+    `options` come on top.
+    """
     return grouped(
         {
             "monitor_interval": 0,
@@ -45,7 +48,7 @@ def elastic(model: nn.Module, **options: Any) -> ElasticMBS:
 
 
 def calls_of(mbs: ElasticMBS) -> Calls:
-    """The calls of a runtime that is enabled."""
+    """Return the calls of an enabled runtime."""
     calls = mbs._calls
     assert isinstance(calls, Calls)
     return calls
@@ -71,7 +74,7 @@ def cross_entropy(model: nn.Module) -> Callable[..., Tensor]:
 
 
 def grads(leaves: nn.Module | Iterable[Tensor]) -> list[Tensor | None]:
-    """Copies of the gradients."""
+    """Return copies of the gradients."""
     tensors = leaves.parameters() if isinstance(leaves, nn.Module) else leaves
     return [None if leaf.grad is None else leaf.grad.clone() for leaf in tensors]
 
@@ -79,7 +82,7 @@ def grads(leaves: nn.Module | Iterable[Tensor]) -> list[Tensor | None]:
 def whole_gradient(
     model: nn.Module, make_loss: Callable[[nn.Module], Tensor]
 ) -> list[Tensor | None]:
-    """The gradient of a plain backward, on a copy of the model."""
+    """Return the gradient of a plain backward on a copy of the model."""
     twin = copy.deepcopy(model)
     for parameter in twin.parameters():
         parameter.grad = None
@@ -88,12 +91,12 @@ def whole_gradient(
 
 
 def off_by(leaves: nn.Module | Iterable[Tensor], wanted: list[Tensor | None]) -> float:
-    """Largest relative difference from the gradients wanted; infinite where one side has none."""
+    """Return the largest relative difference from `wanted`; infinite where one side has none."""
     return error_of(grads(leaves), wanted)
 
 
 def loop(mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:
-    """Door 3, as a user writes it: the frame still holds the loss when the next piece begins."""
+    """Run a loop as a user writes it: the frame holds the loss when the next piece begins."""
     for micro in mbs.micro_batches(batch):
         with micro:
             loss = loss_fn(micro.data)
@@ -102,12 +105,12 @@ def loop(mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:
 
 
 def through(door: int, mbs: ElasticMBS, loss_fn: LossFn, batch: Any) -> StepResult:
-    """One call through door 1 or 3."""
+    """Run one call by `backward` (door 1) or by a loop (door 3)."""
     return mbs.backward(loss_fn, batch) if door == 1 else loop(mbs, loss_fn, batch)
 
 
 def once(door: int, model: nn.Module, loss_fn: LossFn, batch: Any, **options: Any) -> StepResult:
-    """One call through any of the three doors of a new runtime."""
+    """Run one call of a new runtime by `backward` (1), the decorator (2) or a loop (3)."""
     return (
         elastic_step(model, **quiet(**options))(loss_fn)(batch)
         if door == 2
@@ -116,7 +119,7 @@ def once(door: int, model: nn.Module, loss_fn: LossFn, batch: Any, **options: An
 
 
 def settled(door: int, model: nn.Module, loss_fn: LossFn, batch: Any, **options: Any) -> ElasticMBS:
-    """A runtime that knows the loss function from two clean calls."""
+    """Return a runtime that knows the loss function from two clean calls."""
     mbs = elastic(model, **{"micro_batch_size": 3, **options})
     for _ in range(2):
         through(door, mbs, loss_fn, batch)
@@ -125,7 +128,7 @@ def settled(door: int, model: nn.Module, loss_fn: LossFn, batch: Any, **options:
 
 
 class FailOn:
-    """Raises an error on chosen calls, counted from 1."""
+    """A function that raises an error in chosen calls, counted from 1."""
 
     def __init__(self, *calls: int, error: Callable[[], BaseException] | None = None) -> None:
         self.calls = frozenset(calls)
@@ -141,7 +144,7 @@ class FailOn:
 
 
 def failing(model: nn.Module, fail: Callable[[], object]) -> Callable[..., Tensor]:
-    """`cross_entropy` that fails before its forward."""
+    """Return `cross_entropy` with a failure before its forward."""
 
     def loss_fn(batch: Pair) -> Tensor:
         fail()
@@ -151,7 +154,7 @@ def failing(model: nn.Module, fail: Callable[[], object]) -> Callable[..., Tenso
 
 
 def still_works(mbs: ElasticMBS, model: nn.Module) -> bool:
-    """Whether the next call gives the right gradient and recovers, with nothing left over of what went wrong before."""
+    """Return whether the next call recovers from an error and gives the right gradient."""
     batch = pairs(8, seed=77)
     model.zero_grad()
     with InjectOOM(at=[13]):
@@ -160,7 +163,10 @@ def still_works(mbs: ElasticMBS, model: nn.Module) -> bool:
 
 
 def assert_as_by_hand(model: nn.Module, twin: nn.Module, result: StepResult, x: Tensor) -> None:
-    """The buffers are those of `twin`, the model as it was before the call, once it has run the committed pieces."""
+    """Check that the buffers are those of `twin` after a run of the committed pieces.
+
+    `twin` is the model as it was before the call.
+    """
     for start, stop in result.partition:
         twin(x[start:stop])
     for (name, buffer), wanted in zip(model.named_buffers(), twin.buffers(), strict=True):

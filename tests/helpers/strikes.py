@@ -1,4 +1,4 @@
-"""Errors at the n-th operation, or before the n-th line of a module, n = 1, 2, … until a run has none."""
+"""Errors at each operation or before each line in turn, until a run is clean."""
 
 import itertools
 import sys
@@ -14,7 +14,10 @@ COPIES = ("aten::copy_", "aten::_foreach_copy_")
 
 
 class Everywhere(InjectOOM):
-    """Fails at operations in place too: what is refused there has not happened, what came before it has."""
+    """An injector that fails at operations in place, too.
+
+    The operation that fails has changed nothing; the operations before it have.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class Everywhere(InjectOOM):
         view = bool(returns) and all(
             r.alias_info is not None and not r.alias_info.is_write for r in returns
         )
-        # where even copies failed for good nothing could be rolled back
+        # If copies failed for good, nothing could be rolled back.
         if not (view or (self._for_good and name in COPIES)):
             try:
                 self.step(name)
@@ -40,7 +43,7 @@ class Everywhere(InjectOOM):
 
 
 class AtLine:
-    """An error before the n-th line that runs in one of these files, where it is not `spared`."""
+    """An error before the n-th line that runs in one of these files and is not `spared`."""
 
     def __init__(
         self,
@@ -82,7 +85,10 @@ Strike = TypeVar("Strike", bound=_Strike)
 def until_clean(
     make: Callable[[int], Strike], first: int = 1, stride: int = 1, least: int = 20
 ) -> Iterator[Strike]:
-    """`make(first)`, `make(first + stride)`, … until a run under one has had no error; that comes above `least`."""
+    """Yield `make(first)`, `make(first + stride)`, … until a run under one has had no error.
+
+    The last one has to lie above `least`.
+    """
     for at in itertools.count(first, stride):
         strike = make(at)
         yield strike
@@ -93,5 +99,5 @@ def until_clean(
 
 
 def every_operation(first: int = 1, stride: int = 1, least: int = 20) -> Iterator[InjectOOM]:
-    """Out of memory at every operation that can allocate."""
+    """Yield an injector for each operation that can allocate."""
     return until_clean(lambda at: InjectOOM(at=[at]), first, stride, least)

@@ -1,8 +1,8 @@
 """Modules that assign the fields of classes, found in their sources.
 
-Types are those that the sources tell: annotations of parameters, fields, variables and results,
-constructors, loops over annotated containers, and `self`. An assignment to a field's name on an
-object that stays unknown is told apart, in modules that know the room: nothing is passed over in
+Types come from the sources: annotations of parameters, fields, variables and results, constructors,
+loops over annotated containers, and `self`. An assignment to the name of a field on an object of
+unknown type is listed apart, in modules that import from the room. No assignment is passed over in
 silence.
 """
 
@@ -30,13 +30,13 @@ CONTAINERS = {
 MAPPINGS = {"Mapping", "MutableMapping", "defaultdict", "dict"}
 WRAPPERS = {"Annotated", "ClassVar", "Final", "InitVar", "Optional"}
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
-# decorators after which a call yields the value that the function yields
+# Decorators under which a call gives the value that the function yields.
 MANAGERS = {"contextmanager", "asynccontextmanager"}
 
 
 @dataclass
 class Class:
-    """A class of the package, as its source tells."""
+    """A class of the package, as its source describes it."""
 
     name: str
     module: str
@@ -60,17 +60,17 @@ class Writers:
 
 
 def find_writers(sources: Mapping[str, str], room: str) -> Writers:
-    """Return who assigns the fields of all classes in modules below `room`.
+    """Return the writers of the fields of all classes in modules below `room`.
 
     Args:
         sources: module name → source, of the whole package.
-        room: prefix of the modules whose classes are looked at, such as "elastic_mbs.engine".
+        room: prefix of the modules with these classes, such as "elastic_mbs.engine".
     """
     return _Package(sources, room).writers()
 
 
 class _Package:
-    """All modules of a package, with what their names stand for."""
+    """All modules of a package, with the meaning of their names."""
 
     def __init__(self, sources: Mapping[str, str], room: str) -> None:
         self.trees = {module: ast.parse(text) for module, text in sources.items()}
@@ -114,7 +114,7 @@ class _Package:
             scope[each.arg] = each.annotation
         if owner is not None and plain and plain[0].arg == "self":
             scope["self"] = ast.Name(owner)
-        for _ in range(2):  # a variable may be made from one that stands below it in a loop
+        for _ in range(2):  # in a loop a variable can be made from one below it
             for node in _own_nodes(function):
                 for target, type_ in self._bindings(node, scope):
                     if isinstance(target, ast.Name) and scope.get(target.id) is None:
@@ -227,7 +227,7 @@ class _Package:
         return next((self.classes[name] for name in _names(type_) if name in self.classes), None)
 
     def line_of(self, owner: Class | None) -> Iterator[Class]:
-        """Yield a class and its bases, as far as they are the package's."""
+        """Yield a class, and its bases that belong to the package."""
         if owner is not None:
             yield owner
             for base in owner.bases:
@@ -278,7 +278,7 @@ class _Package:
     def _with_scopes(
         self, body: list[ast.stmt], owner: str | None, outer: Scope
     ) -> Iterator[tuple[ast.AST, Scope]]:
-        """Yield every node with the scope of the function that it stands in."""
+        """Yield every node with the scope of its function."""
         waiting: list[ast.AST] = list(body)
         while waiting:
             node = waiting.pop()

@@ -38,21 +38,21 @@ CASES += [
 
 @pytest.fixture(autouse=True)
 def quick_collections() -> Iterator[None]:
-    """Every failure collects garbage: objects of other tests would be searched each time."""
+    """Keep objects of other tests out of the garbage collection that every failure runs."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 def stepped(world: World) -> Any:
-    """What a step of this world without any failure leads to."""
+    """Return the values after a step without a failure."""
     world.plain()
     return world.values()
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])
 @pytest.mark.parametrize(("name", "implementation", "scaled"), CASES)
-def test_wherever_it_runs_out_of_memory_a_step_is_made_whole_or_not_at_all(
+def test_out_of_memory_anywhere_leaves_a_whole_step_or_none(
     name: str, implementation: str, scaled: bool, steps: int
 ) -> None:
     reference = World(name, implementation, steps=steps, scaled=scaled)
@@ -62,8 +62,8 @@ def test_wherever_it_runs_out_of_memory_a_step_is_made_whole_or_not_at_all(
     allocates_nothing = only_in_place(
         World(name, implementation, steps=steps, scaled=scaled).optimizer
     )
-    # Where copies are taken, operations in place fail as well: their errors are others than
-    # memory's on a real device, but no less half-way.
+    # Where copies are taken, operations in place fail as well. On a real device their errors are
+    # not about memory, but they leave a step half made all the same.
     harness = InjectOOM if allocates_nothing else Everywhere
     patterns = [
         (1, lambda at: harness(at=[at])),
@@ -80,7 +80,7 @@ def test_wherever_it_runs_out_of_memory_a_step_is_made_whole_or_not_at_all(
                     world.guarded()
             except OptimizerStepError:
                 assert same(world.values(), before), inject.hits
-                world.guarded()  # it may be called again
+                world.guarded()  # a second call is allowed
             world.update()
             points += bool(inject.hits)
             assert same(world.values(), wanted), inject.hits
@@ -108,10 +108,10 @@ def at_two(gap: int, errors: list[type[BaseException]], at: int) -> Everywhere:
 @pytest.mark.parametrize(
     "first", [torch.OutOfMemoryError, MemoryError, KeyboardInterrupt, ValueError]
 )
-def test_an_error_at_any_operation_ours_included_leaves_a_whole_step_or_none(
+def test_an_error_at_any_operation_leaves_a_whole_step_or_none(
     first: type[BaseException], second: type[BaseException] | None
 ) -> None:
-    # the second one strikes while the first is being rolled back, or in the next try
+    # The second error strikes while the first is rolled back, or in the next try.
     wanted, passed = stepped(World("AdamW", "foreach")), 0
     for gap in (1, 2, 3, 5) if second is not None else (0,):
         errors = [first] if second is None else [first, second]
@@ -138,10 +138,10 @@ def test_an_error_at_any_operation_ours_included_leaves_a_whole_step_or_none(
 def test_an_error_at_any_line_of_the_guard_leaves_a_whole_step_or_none(
     error: type[BaseException], implementation: str, scaled: bool
 ) -> None:
-    # Out of memory is ours to recover from there, and all else passes: with nothing done, or with a
-    # note that all is done, or that nothing is known.
+    # The guard recovers from out-of-memory. Any other error passes. Then nothing has been done, or
+    # a note says that all is done or that nothing is known.
     def spared(frame: FrameType) -> bool:
-        """Lines before the step, and the call of a user's hook, whose errors pass unchanged."""
+        """Return whether errors pass unchanged: before the step, and in a user's hook."""
         in_hook = error is MemoryError and getattr(frame.f_locals.get("self"), "running", False)
         return in_hook or frame.f_code.co_name in ("__call__", "_check", "_retry")
 
@@ -153,7 +153,7 @@ def test_an_error_at_any_line_of_the_guard_leaves_a_whole_step_or_none(
         world.optimizer.register_step_pre_hook(lambda *a, ran=hooks: ran.append("before"))
         world.optimizer.register_step_post_hook(lambda *a, ran=hooks: ran.append("after"))
         before, caught = world.values(), None
-        # the first try fails half-way
+        # The first try fails half-way.
         with Everywhere(at=[30] if implementation == "foreach" else []):
             try:
                 with strike:
@@ -201,7 +201,7 @@ def test_a_step_that_cannot_be_rolled_back_says_so() -> None:
         world.guarded()
 
 
-def test_a_recovered_step_is_told_of() -> None:
+def test_a_recovered_step_is_reported() -> None:
     world = World("AdamW", "foreach", steps=0)
     says = r"AdamW\.step\(\) does not fit, not even one parameter at a time.*may be called again"
     with InjectOOM(always_from=4), pytest.raises(OptimizerStepError, match=says):
@@ -221,7 +221,7 @@ def test_a_recovered_step_is_told_of() -> None:
     )
 
 
-def test_where_not_even_one_parameters_state_fits_everything_stays_as_it_was() -> None:
+def test_a_step_without_room_for_one_state_changes_nothing() -> None:
     model, optimizer = layers("Adam", foreach=True)
     before = copied(model.state_dict())
     with MemoryBudget("8MiB", track=(model, optimizer)) as budget:
@@ -238,7 +238,7 @@ def test_where_not_even_one_parameters_state_fits_everything_stays_as_it_was() -
         live, budget.limit = budget.live, "8MiB"
         mbs.optimizer_step(optimizer)
         gc.collect()
-        # the state, and nothing of the copies or of what failed
+        # Only the state has come; nothing is left of copies or of the failed step.
         assert budget.live == live + 2 * 16 * 2**14 + 16 * 4
 
 
@@ -273,7 +273,7 @@ def test_copies_are_on_the_device_if_they_fit_and_else_on_the_host(
             KeyboardInterrupt,
             "parameters and optimizer state are as they were before this step.",
         ),
-        # nothing there can allocate on a real device
+        # On a real device nothing there can allocate.
         (
             "fused",
             4,
@@ -282,7 +282,7 @@ def test_copies_are_on_the_device_if_they_fit_and_else_on_the_host(
         ),
     ],
 )
-def test_any_other_error_passes_through_with_a_note_of_what_it_leaves(
+def test_any_other_error_passes_with_a_note_on_the_state(
     implementation: str, at: int, error: type[BaseException], said: str
 ) -> None:
     world = World("AdamW", implementation)
@@ -307,7 +307,7 @@ def test_without_gradients_or_when_disabled_the_step_is_a_plain_one(
     assert calls == [1]
 
 
-def test_what_cannot_be_stepped_is_refused_by_name() -> None:
+def test_an_impossible_guarded_step_is_refused_by_name() -> None:
     world = World("Adam", "foreach")
     wrapper = type("Wrapper", (), {"optimizer": world.optimizer})()
     accelerated: Any = type(
@@ -342,7 +342,7 @@ def test_the_way_that_worked_comes_first_and_the_fastest_returns() -> None:
         mbs = elastic(model, sensor=None, on_event=events.append)
         for step in range(45):
             if step == 1:
-                budget.limit = budget.live + 4 * 2**14  # foreach needs sixteen
+                budget.limit = budget.live + 4 * 2**14  # foreach needs 16 of them
             if step == 34:
                 budget.limit = "8MiB"
             budget.reset_peak()
@@ -370,7 +370,7 @@ def test_the_fastest_way_is_tried_again_at_growing_intervals() -> None:
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_a_fused_step_whose_state_is_there_needs_nothing(name: str) -> None:
     model, optimizer = layers(name, fused=True, **({"momentum": 0.9} if name == "SGD" else {}))
-    if name != "Adagrad":  # its state comes with the optimizer
+    if name != "Adagrad":  # Adagrad makes its state with the optimizer
         assert not only_in_place(optimizer)
         optimizer.step()
     assert only_in_place(optimizer)
@@ -420,7 +420,7 @@ def test_a_subclass_of_torchs_may_couple_its_parameters() -> None:
 def test_gradients_stay_enabled_after_an_interrupt() -> None:
     class Interrupted(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has two overloads
-            torch.set_grad_enabled(False)  # as where the end of a no_grad block is interrupted
+            torch.set_grad_enabled(False)  # as an interrupted no_grad block does
             raise KeyboardInterrupt
 
     model, _ = layers("SGD")

@@ -26,12 +26,12 @@ def test_step_hooks_run_once_however_often_the_step_is_tried() -> None:
         world.guarded()
     assert calls == ["before", "after", "before"]
     world.optimizer.step()
-    # they are back where they were
+    # All values are back.
     assert calls == ["before", "after", "before", "before", "after"]
 
 
 @pytest.mark.parametrize("hook", ["pre", "post"])
-def test_an_error_in_a_users_hook_passes_through_and_is_no_reason_to_step_again(hook: str) -> None:
+def test_an_error_in_a_users_hook_passes_without_another_step(hook: str) -> None:
     world = World("Adam", "foreach")
     before, calls = world.values(), []
 
@@ -64,7 +64,7 @@ def test_the_scaler_leaves_a_step_out_where_a_gradient_is_not_finite(
     assert world.scaler is not None
     before, after = world.values(), []
     world.optimizer.register_step_post_hook(lambda *a: after.append(1))
-    next(world.model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]  # it has one
+    next(world.model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]  # not None
     if unscaled:
         world.scaler.unscale_(world.optimizer)
     with InjectOOM(at=[3]):
@@ -72,11 +72,11 @@ def test_the_scaler_leaves_a_step_out_where_a_gradient_is_not_finite(
     world.update()
     assert same(world.values()["model"], before["model"])
     assert world.scaler.get_scale() == 512.0
-    # the fused one is stepped, and leaves its values alone
+    # A fused optimizer is stepped, and leaves its values alone.
     assert after == ([1] if implementation == "fused" else [])
 
 
-def test_gradients_of_several_types_are_unscaled_once_each_wherever_that_fails() -> None:
+def test_gradients_of_several_types_are_unscaled_once_each() -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, ElasticMBS]:
         torch.manual_seed(0)
         model = nn.ModuleList(
@@ -122,7 +122,7 @@ def test_a_hook_that_removes_itself_stays_off() -> None:
     for _ in range(3):
         world.guarded()
     assert calls == ["once"]
-    scheduler.step()  # warns, and so fails here, where it has seen no step
+    scheduler.step()  # warns, and so fails, if it has seen no step
 
 
 def test_a_hook_sees_every_group_when_steps_go_one_by_one() -> None:
@@ -142,7 +142,7 @@ BATCH = torch.ones(2, 3, dtype=torch.float64)
 
 
 def warned(world: World) -> list[Warned]:
-    """What two more calls tell."""
+    """Return the warnings of two more calls."""
     for _ in range(2):
         world.mbs.backward(lambda x: world.model(x).sum(), BATCH)
     return [event for event in world.events if isinstance(event, Warned)]
@@ -159,7 +159,7 @@ def test_a_failed_step_is_reported_with_what_to_do(implementation: str) -> None:
     ]
 
 
-def test_a_failed_step_that_the_loop_has_caught_is_told_of_by_the_next_call() -> None:
+def test_a_failed_step_that_was_caught_is_told_by_the_next_call() -> None:
     world = World("Adam", "foreach")
     with world.mbs:
         with InjectOOM(at=[2]), pytest.raises(torch.OutOfMemoryError):
@@ -169,7 +169,7 @@ def test_a_failed_step_that_the_loop_has_caught_is_told_of_by_the_next_call() ->
     assert told.message.startswith("`Adam.step()` did not end")
 
 
-def test_what_went_well_or_was_guarded_or_is_another_error_gets_no_note() -> None:
+def test_clean_steps_guarded_steps_and_other_errors_get_no_note() -> None:
     world, notes = World("Adam", "foreach"), list[list[str]]()
     for error in (ValueError("mine"), torch.OutOfMemoryError("in the loop")):
         with pytest.raises(type(error)) as caught, world.mbs:

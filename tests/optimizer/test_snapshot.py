@@ -16,7 +16,7 @@ from tests.helpers.strikes import every_operation
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Wraps another optimizer, which has the state."""
+    """A wrapper of another optimizer, which has the state."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.optimizer = inner
@@ -28,7 +28,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Bare(torch.optim.Optimizer):
-    """Its state is a tensor for each parameter, and a number."""
+    """An optimizer whose state is a tensor for each parameter, and a number."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -44,7 +44,7 @@ class Bare(torch.optim.Optimizer):
 
 
 class Coupled(torch.optim.Optimizer):
-    """Scales gradients in place by their common norm, rounds at random, and keeps averages."""
+    """An optimizer that scales gradients by their common norm, rounds at random, and averages."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -73,7 +73,7 @@ class Coupled(torch.optim.Optimizer):
 def _twice(parameters: Any) -> torch.optim.Optimizer:
     own = list(parameters)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that one is there twice
+        warnings.simplefilter("ignore")  # torch warns of a duplicate parameter
         return torch.optim.SGD([own[0], *own], lr=0.1, momentum=0.9, foreach=False)
 
 
@@ -159,8 +159,8 @@ def test_a_closure_that_runs_a_batch_is_no_unfinished_step() -> None:
     assert [event for event in told if isinstance(event, Warned)] == []
 
 
-def test_a_step_that_ends_by_another_error_puts_the_random_stream_back_as_well() -> None:
-    """It went back between two tries only, and not where the error passed through."""
+def test_a_step_that_ends_by_an_error_puts_the_random_stream_back() -> None:
+    """The stream goes back between two tries, and also where an error passes through."""
 
     class Ends(Coupled):
         def step(self, closure: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Where a step cannot be traced the report says why, and training goes on without a plan."""
+"""A step that cannot be traced has a report that says why, and trains without a plan."""
 
 from collections.abc import Callable
 
@@ -49,7 +49,7 @@ def test_an_optimizer_whose_step_cannot_be_traced_is_named(
     assert mbs.plan(cross_entropy(model), pairs()).reason is None
 
 
-def test_a_loop_too_long_to_trace_is_traced_as_far_as_it_goes(
+def test_a_loop_too_long_to_trace_is_traced_in_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = nn.Linear(6, 2)
@@ -61,7 +61,7 @@ def test_a_loop_too_long_to_trace_is_traced_as_far_as_it_goes(
     report = elastic(model).plan(loss_fn, torch.randn(512, 6))
     assert report.reason is None
     assert there(report.model).predict(16 * 6) is not None
-    assert report.sizes[0].peak is None  # of the whole batch nothing is known
+    assert report.sizes[0].peak is None  # the whole batch was not traced
     assert "?" in str(report)
     monkeypatch.setattr("elastic_mbs.planning.timeline.MOST_OPERATIONS", 10)
     assert "10 operations" in there(elastic(model).plan(loss_fn, torch.randn(512, 6)).reason)
@@ -75,7 +75,7 @@ def test_a_model_on_several_devices_has_no_plan() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
-def test_onednn_does_not_say_what_its_lstm_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workspace_of_onednns_lstm_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     rnn = nn.LSTM(4, 8)
 
     def loss_fn(batch: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from tests.helpers.steps import quiet, there
 
 
 class Restless(nn.Module):
-    """Changes all that a forward can change."""
+    """A model whose forward changes all that a forward can change."""
 
     mean: Tensor
 
@@ -53,7 +53,7 @@ class Restless(nn.Module):
 
 
 def contents(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Everything that the modules hold, with the identities, versions and values of the tensors."""
+    """Yield all that the modules hold, with the identities, versions and values of tensors."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             inside = (
@@ -115,7 +115,7 @@ class Subject:
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
-def test_nothing_of_model_optimizer_and_random_streams_is_changed(trained: bool) -> None:
+def test_a_plan_changes_neither_model_nor_optimizer_nor_streams(trained: bool) -> None:
     subject = Subject()
     if trained:
         subject.loss_fn(subject.batch).backward()
@@ -132,7 +132,7 @@ def test_nothing_of_model_optimizer_and_random_streams_is_changed(trained: bool)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError], ids=["an interrupt", "an error"])
-def test_nothing_is_changed_by_a_plan_that_ends_in_the_middle(error: type[BaseException]) -> None:
+def test_a_plan_that_ends_in_the_middle_changes_nothing(error: type[BaseException]) -> None:
     subject = Subject()
     before = subject.state()
 
@@ -143,7 +143,7 @@ def test_nothing_is_changed_by_a_plan_that_ends_in_the_middle(error: type[BaseEx
     with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
         report = ElasticMBS(subject.model, **quiet()).plan(loss_fn, subject.batch)
         assert "in the middle" in there(report.reason)
-    subject.outside.grad = None  # the user's own backward reached it
+    subject.outside.grad = None  # made by the user's own backward
     assert subject.state() == before
 
 
@@ -176,7 +176,7 @@ def test_tensors_that_the_loss_function_keeps_are_refused() -> None:
     assert mbs.backward(loss_fn, torch.randn(8, 8)).ooms == 0
 
 
-def test_casts_that_an_autocast_around_it_keeps_are_fakes_no_longer() -> None:
+def test_casts_kept_by_an_autocast_around_a_plan_are_no_fakes() -> None:
     model = nn.Linear(8, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert (
@@ -191,6 +191,6 @@ def test_casts_that_an_autocast_around_it_keeps_are_fakes_no_longer() -> None:
 
 def test_nothing_counts_as_kept_where_callers_hold_their_arguments() -> None:
     model = nn.Linear(8, 2)
-    # so do frames that run by dynamo, as all do after a torch.compile that has failed
+    # Frames under dynamo hold their arguments; after a failed torch.compile all frames do.
     plan = torch._dynamo.run(ElasticMBS(model, **quiet()).plan)
     assert plan(lambda b: model(b).mean(), torch.randn(8, 8)).reason is None

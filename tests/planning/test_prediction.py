@@ -1,4 +1,4 @@
-"""What a plan predicts is what a step takes, by the exact count of a `MemoryBudget`."""
+"""A plan predicts the memory of a step, as a `MemoryBudget` counts it exactly."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def plan_of(
 def real_peaks(
     budget: MemoryBudget, subject: Subject, sizes: list[int], *, emptied: bool
 ) -> dict[int, int]:
-    """The peak of forward and backward by size, into empty or existing gradients."""
+    """Return the peaks of forward and backward by size, into empty or existing gradients."""
     model, loss_fn, batch = subject
     found = {}
     for size in sizes:
@@ -45,7 +45,7 @@ def real_peaks(
 
 @pytest.mark.parametrize("emptied", [False, True], ids=["into gradients", "into none"])
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_one_measured_peak_predicts_those_of_sizes_up_to_16_times_as_large(
+def test_one_measured_peak_predicts_sizes_up_to_16_times_as_large(
     make: Callable[[int], Subject], emptied: bool
 ) -> None:
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_the_step_and_its_state_are_predicted_before_there_is_any(name: str, tra
     model, loss_fn, batch = subject
     with MemoryBudget(GREAT, track=[model, *batch]) as budget:
         optimizer = OPTIMIZERS[name](model.parameters())
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)  # it wraps the step
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the step
 
         def step() -> None:
             loss_fn(batch).backward()
@@ -106,7 +106,7 @@ def test_the_step_and_its_state_are_predicted_before_there_is_any(name: str, tra
 
 
 class Uneven(nn.Module):
-    """Runs other operations for other sizes: a loop over samples, and another way for many."""
+    """A model with operations that differ by size: a loop over samples, and more for many."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,11 +127,11 @@ def test_operations_that_differ_by_size_take_no_more_than_predicted() -> None:
     for size, peak in real.items():
         assert peak <= 1.001 * there(planned.predict(size * elements)) <= 1.3 * peak
     assert planned.predict(64 * elements) is not None
-    assert planned.predict(65 * elements) is None  # as far as it can be trusted
+    assert planned.predict(65 * elements) is None  # too far from the traces
     assert report.sizes[-1].size == 1
 
 
-def test_what_is_isolated_is_counted_twice() -> None:
+def test_isolated_gradients_are_counted_twice() -> None:
     subject = gpt(8)
     gradients = sum(leaf.nbytes for leaf in subject[0].parameters())
     # counted by a budget: the resident memory of a process changes between the plans

@@ -23,7 +23,7 @@ AT_ONCE: dict[str, Any] = {"monitor_interval": 0, "seed": 0}
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.8, 1.1])
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_the_first_steps_run_at_the_largest_size_that_fits_and_nothing_fails(
+def test_the_first_steps_run_at_the_largest_size_that_fits(
     make: Callable[[int], Subject], share: float
 ) -> None:
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def test_the_first_steps_run_at_the_largest_size_that_fits_and_nothing_fails(
     assert there(report.model).spread in (UNCHECKED, pytest.approx(0, abs=0.01)), (
         "where one size was measured"
     )
-    if largest < 48:  # one sample more would not have left the margin free
+    if largest < 48:  # One more sample would have cut into the margin.
         size = max(largest + 1, 2)
         assert not there(report.model).fits(
             size * (batch[0][0].numel() + batch[1][0].numel()),
@@ -84,7 +84,7 @@ def worked(x: Tensor) -> list[Tensor]:
 
 @worked.register_fake
 def _(x: Tensor) -> list[Tensor]:
-    # as torch's own do whose workspace only the kernel knows
+    # Fakes of torch's own operations do not know the workspace of a kernel either.
     return [torch.empty_like(x), x.new_empty(0)]
 
 
@@ -170,7 +170,7 @@ def test_a_planned_size_is_aligned_and_a_batch_that_fits_is_not_split(
     control = controller(align=align)
     control.planned(KEY, samples, 8, planned_peak(), size)
     assert -(-samples // control.begin(KEY, samples, 8).size) == pieces
-    # of another shape, before any call: no more elements at once
+    # A batch of another shape before any call gets no more elements at once.
     other = control.begin(KEY._replace(shape=4), samples, 16)
     assert other.size <= max(size, align)
 

@@ -26,7 +26,7 @@ from tests.helpers.steps import quiet, there
 def plan_of(
     subject: Subject, share: float, budget: MemoryBudget, **options: int
 ) -> tuple[ElasticMBS, PlanReport]:
-    """A plan for a budget between the peaks of the smallest size and of the largest."""
+    """Return a plan for a budget between the peaks of the smallest and the largest size."""
     model, loss_fn, batch = subject
     mbs = ElasticMBS(model, **quiet(sensor=budget, **options))
     sizes = mbs.plan(loss_fn, batch).sizes
@@ -64,7 +64,7 @@ def test_the_largest_size_of_each_way_fits_and_the_next_does_not(
             peaks = []
             for size in (largest, largest + max(1, largest // 30)):
                 piece = tuple(leaf[:size] for leaf in batch)
-                loss_fn(piece).backward()  # there are gradients
+                loss_fn(piece).backward()  # makes the gradients
 
                 def run(name: str = name, piece: Any = piece) -> None:
                     with made(name, model, piece):
@@ -145,12 +145,12 @@ positive = st.floats(0.01, 100)
     delta=positive,
     m=st.integers(1, 50),
 )
-def test_the_fastest_is_the_one_that_the_p_score_against_the_p_point_chooses(
+def test_the_fastest_way_is_chosen_by_p_score_and_p_point(
     alpha: int, less: float, gamma: float, more: float, delta: float, m: int
 ) -> None:
-    # the largest size in the same memory, which is all used
+    # The largest size in the same memory uses all of it.
     beta, other = 10**6, max(1, round(m / less))
-    capacity, samples = beta + alpha * m, m * other  # whole pieces in both ways
+    capacity, samples = beta + alpha * m, m * other  # whole pieces either way
     score = (alpha - alpha * m / other) / (gamma * more - gamma)
     point = (capacity - beta) / delta
     assume(other > m and abs(score / point - 1) > 1e-6)
@@ -184,7 +184,7 @@ def test_the_fastest_is_the_one_that_the_p_score_against_the_p_point_chooses(
     assert (delta / gamma > there(ways[1].pays)) == (score > point)
 
 
-def test_what_is_moved_is_charged_at_the_speed_of_a_copy() -> None:
+def test_moved_bytes_are_charged_at_the_speed_of_a_copy() -> None:
     none, trace = Trace(2, [0] * 10, [], flops=100), Trace(2, [0] * 20, [], flops=100, moved=1000)
     way = weighed(
         Way.OFFLOAD,

@@ -52,7 +52,7 @@ def _told(out: str, word: str) -> list[str]:
 
 
 def _train(faults: RandomFaults, calls: int = 4, door: int = 1) -> list[int]:
-    """Trains, checks each gradient, and returns how many errors each call has met."""
+    """Train, check the gradient, and return the number of errors of each call."""
     model, batch = mlp(), pairs(8)
     mbs, ooms = elastic(model, micro_batch_size=4), []
     with faults:
@@ -82,7 +82,7 @@ def test_errors_strike_in_forward_and_backward_and_are_survived(door: int, alway
     assert always or min(met) == 0, "some calls are spared"
 
 
-def test_the_same_seed_and_name_repeat_the_same_errors_and_others_do_not() -> None:
+def test_only_the_same_seed_and_name_repeat_the_same_errors() -> None:
     hits = []
     for seed, name in ((1, "a"), (1, "a"), (2, "a"), (1, "b")):
         _train(faults := RandomFaults(seed, name, always=True))
@@ -113,7 +113,7 @@ def test_code_outside_of_attempts_is_never_hit() -> None:
 
 
 def test_evaluation_and_optimizer_steps_are_hit_but_no_users_hook() -> None:
-    """It is run once, so an error in it would pass through."""
+    """A hook is run once, so an error in it would pass through."""
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
@@ -177,11 +177,9 @@ def test_a_budget_in_the_test_counts_as_before() -> None:
 
 
 @pytest.mark.parametrize("how", ["in the test", "before it", "in place"])
-def test_what_torch_compile_has_a_part_in_is_left_alone(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_is_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Compiled(nn.Sequential):
-        """What torch.compile gives, without its wait for a compiler."""
+        """A result of torch.compile, without the wait for a compiler."""
 
     monkeypatch.setattr(torch, "compile", lambda module, **options: Compiled(module))
     monkeypatch.setattr(torch._dynamo, "OptimizedModule", Compiled)
@@ -338,7 +336,7 @@ def test_random_chooses_by_seed_and_the_command_chooses_again(suite: pytest.Pyte
     )
 
 
-def test_property_tests_repeat_themselves_and_state_machines_are_left_alone(
+def test_property_tests_repeat_and_state_machines_are_left_alone(
     suite: pytest.Pytester,
 ) -> None:
     suite.makepyfile(

@@ -28,7 +28,7 @@ def has_compiler() -> bool:
 
 
 def library() -> Path:
-    """Return the compiled backend; compiles it where its source or torch is new."""
+    """Return the compiled backend; compile it where its source or torch is new."""
     key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__file__} {torch.__version__}".encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic_mbs"
     path = cache / f"{NAME}-{key.hexdigest()[:16]}.so"
@@ -61,7 +61,7 @@ def turn(name: str, value: int) -> None:
 
 
 def register() -> Any:
-    """Make the device known to torch, for good; returns its module."""
+    """Make the device known to torch for good, and return its module."""
     torch.ops.load_library(library())
     rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, module := bare_module())
@@ -69,7 +69,7 @@ def register() -> Any:
 
 
 def bare_module() -> Any:
-    """Return a module with what torch itself asks for, and the generator's functions."""
+    """Return a module with the functions that torch needs, and the generator's."""
     module: Any = types.ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True
     module._is_in_bad_fork = lambda: False
@@ -82,7 +82,7 @@ def bare_module() -> Any:
 
 
 def with_figures(module: Any, total: int) -> None:
-    """Give the module the functions that tell of memory."""
+    """Give the module the functions that report memory."""
     module.mem_get_info = lambda device: (get("limit") - get("live"), total)
     module.memory_reserved = lambda device: get("live")
     module.memory_stats = lambda device: {

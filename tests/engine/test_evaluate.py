@@ -1,4 +1,4 @@
-"""`mbs.evaluate` joins the outputs of pieces, survives out-of-memory, and has nothing to do with gradients."""
+"""`mbs.evaluate` joins the outputs of pieces, survives out-of-memory, and makes no gradients."""
 
 import random
 from functools import partial
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.injectable
 
 
 @pytest.mark.parametrize("fault", [0, 1, 2, 4, 5])
-def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(
+def test_outputs_are_joined_without_gradients_across_out_of_memory(
     model: nn.Sequential, batch: Pair, fault: int
 ) -> None:
     with torch.no_grad():
@@ -42,10 +42,11 @@ def test_eval_joins_outputs_without_gradients_and_survives_out_of_memory(
 
 
 @pytest.mark.no_oom_injection
-def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_of_other_lengths() -> (
-    None
-):
-    """An out-of-memory error halved the pieces to four samples, and the confusion matrices of four classes came back as one with eight rows."""
+def test_outputs_per_piece_are_told_from_outputs_per_sample() -> None:
+    """A 4 × 4 confusion matrix of a piece of four samples looks like one row per sample.
+
+    Pieces of another length in the same call or in an earlier one show that it is not.
+    """
     model, batch = mlp(), pairs(16)
 
     def confusion(b: Pair) -> Tensor:
@@ -60,11 +61,11 @@ def test_a_matrix_with_as_many_rows_as_a_piece_has_samples_is_known_from_pieces_
 
 
 @pytest.mark.no_oom_injection
-def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
+def test_outputs_that_would_fill_the_device_fit_on_the_host() -> None:
     model, batch = mlp(), torch.ones(64, 6, dtype=torch.float64)
 
     def fn(b: Tensor) -> Any:
-        return model(b).repeat(1, 256)  # 8 KiB a sample, 512 KiB in all
+        return model(b).repeat(1, 256)  # 8 KiB for a sample, 512 KiB in all
 
     with MemoryBudget("1MiB", track=(model, batch)) as budget:
         mbs = elastic(model, micro_batch_size=4, grow=False)
@@ -74,24 +75,23 @@ def test_outputs_of_eval_that_would_fill_the_device_fit_on_the_host() -> None:
         assert mbs.stats.ooms == 0
         with pytest.raises(MicroBatchFloorError):
             mbs.evaluate(fn, batch, outputs="device")
-        # the pieces fit, and what they are joined to does not
+        # All pieces fit, but the tensor that they are joined to does not.
         budget.limit = budget.live + 700 * 2**10
         with pytest.raises(
             MicroBatchFloorError,
-            match=r'no room to join the outputs on the device \(outputs="cpu" keeps them on the host\)',
+            match=r"no room to join the outputs on the device "
+            r'\(outputs="cpu" keeps them on the host\)',
         ):
             mbs.evaluate(fn, batch, outputs="device")
     for bad in (None, "gpu"):
         with pytest.raises(UsageError, match="cpu"):
-            mbs.evaluate(fn, batch, outputs=bad)  # type: ignore[arg-type]  # the mistake
+            mbs.evaluate(fn, batch, outputs=bad)  # type: ignore[arg-type]  # on purpose
 
 
 @pytest.mark.no_oom_injection
-def test_an_evaluation_that_begins_to_draw_random_numbers_and_starts_over_leaves_the_gradients_alone() -> (
-    None
-):
-    """Starting over empties the gradients of the batch, and an evaluation has none of its own."""
-    model, batch, fail = mlp(), pairs(8), FailOn(6)  # in the second piece of the third call
+def test_an_evaluation_that_starts_over_leaves_gradients_alone() -> None:
+    """A restart drops the gradients of a call, and an evaluation has none."""
+    model, batch, fail = mlp(), pairs(8), FailOn(6)  # the second piece of the third call
     events, draws = list[Event](), False
 
     def scores(b: Pair) -> Any:
