@@ -104,7 +104,7 @@ class Run:
 
 @dataclass
 class Result:
-    """All runs of one model."""
+    """The runs of one model."""
 
     model: str
     samples: int

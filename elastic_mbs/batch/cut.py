@@ -14,7 +14,7 @@ __all__ = ["Dims", "fields", "items", "whole"]
 
 
 class ListLayout(Enum):
-    """How a list is read whose type does not say."""
+    """A reading of a list whose type does not decide it."""
 
     ITEMS = auto()  # one item per sample
     FIELDS = auto()  # each element holds all samples

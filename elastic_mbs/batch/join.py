@@ -102,7 +102,7 @@ _CONSTANT = (str, bytes, bool, Enum, torch.dtype, torch.device)
 
 @dataclass
 class _Join:
-    """One join of several pieces."""
+    """A join of several pieces."""
 
     lengths: Sequence[int]
     per_piece: set[Path]

@@ -46,7 +46,7 @@ from elastic_mbs.errors import BatchError
 
 
 class Cut(Enum):
-    """How a value is cut."""
+    """The way to cut a value."""
 
     NARROW = auto()
     COPY = auto()  # numpy
@@ -58,7 +58,7 @@ class Cut(Enum):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One value of the batch and how it is cut."""
+    """A value of the batch, and the way to cut it."""
 
     cut: Cut
     path: Path
@@ -123,7 +123,7 @@ MANY = 7
 
 
 class Layout:
-    """One batch, read into a tree of nodes."""
+    """A batch, read into a tree of nodes."""
 
     def __init__(self, dims: Dims, known: dict[Path, ListLayout]) -> None:
         self.dims = dims

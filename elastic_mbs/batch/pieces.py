@@ -1,4 +1,4 @@
-"""How a range of samples is cut into pieces.
+"""Cutting of a range of samples into pieces.
 
 Pieces are balanced: a small tail would be one more shape to compile, and would make all other
 pieces larger than needed.

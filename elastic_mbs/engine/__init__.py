@@ -1,1 +1,1 @@
-"""One call: split, run, commit; recover and replay."""
+"""A call: split, run, commit; recover and replay."""

@@ -1,4 +1,4 @@
-"""One attempt at one piece of a batch, and the facts that are kept of one that failed."""
+"""An attempt at a piece of the batch, and the facts that are kept of a failed one."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Phase(Enum):
 
     @property
     def after_forward(self) -> bool:
-        """Whether gradients can have moved in this phase of an attempt."""
+        """True in the phases in which gradients can have changed."""
         return self in (Phase.BACKWARD, Phase.COMMIT)
 
 
 class Attempt:
-    """One attempt at one piece of the batch.
+    """An attempt at a piece of the batch.
 
     Made for every piece, so it is cheap: an instance holds only the fields that differ from the
     defaults.
@@ -148,7 +148,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed attempt, as strings and numbers: no tensor of it is kept alive.
+    """A failed attempt, as strings and numbers: no tensor of it is kept alive.
 
     Attributes:
         piece: the samples.

@@ -94,12 +94,12 @@ class Call:
 
     @property
     def finished(self) -> bool:
-        """Whether the gradient is whole, or the call has ended early."""
+        """True if the gradient is whole or the call has ended early."""
         return self.phase in (Phase.WHOLE, Phase.DONE)
 
     @property
     def inside(self) -> bool:
-        """Whether an attempt or a sink runs, as opposed to the loop standing between two."""
+        """True while an attempt or a sink runs; False between two attempts."""
         running_phases = (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT)
         return self.phase in running_phases or self.resources.log.emitting
 

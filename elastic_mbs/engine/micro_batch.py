@@ -1,4 +1,4 @@
-"""One attempt at one piece of the batch, as the step function or the user's loop sees it."""
+"""An attempt at a piece of the batch, as the step function or the user's loop sees it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Owner(Protocol):
 
 
 class MicroBatch:
-    """One attempt at one piece of the batch: a context manager around its forward and backward.
+    """An attempt at a piece of the batch: a context manager around its forward and backward.
 
     Attributes:
         start: its first sample in the batch, or in `StepResult.order` where samples are sorted.

@@ -12,7 +12,7 @@ from elastic_mbs.options import OutputPlace
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over the batch.
+    """A pass over the batch.
 
     Attributes:
         training: its pieces run backward; else their outputs are kept.

@@ -36,7 +36,7 @@ class Progress:
 
     @property
     def untouched(self) -> bool:
-        """Whether no piece of the call has run yet."""
+        """True until a piece of the call has run or failed."""
         return not self.committed and not self.failures
 
     @property

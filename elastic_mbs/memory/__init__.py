@@ -1,4 +1,4 @@
-"""How much memory there is, how much of it we use, and a virtual device for tests."""
+"""Memory: readings of free and used bytes, and a virtual device for tests."""
 
 from elastic_mbs.memory.accelerator import CudaSensor, DeviceMeter, DeviceSensor
 from elastic_mbs.memory.budget import MemoryBudget

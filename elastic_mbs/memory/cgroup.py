@@ -86,7 +86,7 @@ _NAMES: dict[Literal[1, 2], _Names] = {
 
 @dataclass(frozen=True)
 class Group:
-    """One group, by the place of its files."""
+    """A control group, by the place of its files."""
 
     names: _Names  # of its files
     folder: str  # with a slash at its end

@@ -55,7 +55,7 @@ class NoAnswer:
 
 
 class NvmlDevice:
-    """One GPU or MIG instance by its full UUID, without prefix.
+    """A GPU or MIG instance by its full UUID, without prefix.
 
     It is opened at the first reading and again, after a while, when it failed.
     """

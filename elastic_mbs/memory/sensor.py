@@ -23,7 +23,7 @@ _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 @dataclass(frozen=True)
 class Headroom:
-    """One reading of a device's memory in bytes, all figures taken together."""
+    """A reading of a device's memory in bytes, with all figures taken at one time."""
 
     # bytes this process could still get from the device, besides its own allocator's reserve
     free: int
@@ -102,7 +102,7 @@ class Usage:
 
     @property
     def least_fragmentation(self) -> float:
-        """The same without the memory that was cached when the peaks were reset.
+        """Fragmentation without the memory that was cached when the peaks were reset.
 
         A failed attempt may have left it there, and half of it or less be of use now.
         """

@@ -88,7 +88,7 @@ def _retry(
 
 
 class _Step:
-    """One step of one optimizer.
+    """A step of an optimizer.
 
     However `make` ends, the step is whole, or nothing has changed, or the error carries a note.
     """

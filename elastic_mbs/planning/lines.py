@@ -11,7 +11,7 @@ from elastic_mbs.planning.timeline import Point, TooLong
 
 
 class Trace(NamedTuple):
-    """One piece's forward and backward."""
+    """The forward and backward of a piece."""
 
     size: int  # in samples
     operations: Sequence[object]

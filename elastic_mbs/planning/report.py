@@ -10,7 +10,7 @@ from elastic_mbs.events import format_bytes
 
 @dataclass(frozen=True)
 class PlannedSize:
-    """One size of a plan.
+    """A size in a plan.
 
     Attributes:
         size: samples of a piece.
@@ -41,7 +41,7 @@ class PlannedSize:
 
 @dataclass(frozen=True)
 class PlannedWay:
-    """One way to make pieces: as they are, or with less memory and more time.
+    """A way to run pieces: as they are, or with less memory and more time.
 
     Attributes:
         name: "none", "offload" (saved tensors wait on the host) or "checkpoint" (blocks run again

@@ -1,4 +1,4 @@
-"""One piece's forward and backward, and the optimizer's step, on fake tensors."""
+"""The forward and backward of a piece, and the optimizer's step, on fake tensors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ COPIES = 5
 
 
 class Way(StrEnum):
-    """How a piece is made."""
+    """A way to run a piece."""
 
     NONE = "none"
     OFFLOAD = "offload"

@@ -1,1 +1,1 @@
-"""What an attempt changes, and putting it back: gradients, graphs, buffers and random streams."""
+"""State that an attempt changes, and its rollback: gradients, graphs, buffers, random streams."""

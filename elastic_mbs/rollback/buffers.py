@@ -171,7 +171,7 @@ class _Layout:
 
     @cached_property
     def split_shows(self) -> bool:
-        """Whether a buffer changes in a way that depends on the split.
+        """True if a buffer changes in a way that depends on the split.
 
         Running statistics of groups that are never apart do not.
         """

@@ -58,7 +58,7 @@ class _Extra(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """All gradients at one moment.
+    """The gradients at one moment.
 
     Attributes:
         grads: the gradients of the model's leaves.

@@ -200,7 +200,7 @@ def _line(record: Mapping[str, object]) -> bytes:
 
 @dataclass(frozen=True)
 class Entry:
-    """One event of a run log."""
+    """An event of a run log."""
 
     event: Event | None  # None where this version has no such event, or one with other fields
     t: float  # seconds since its run began
@@ -209,7 +209,7 @@ class Entry:
 
 @dataclass
 class Run:
-    """One run of a run log."""
+    """A run of a run log."""
 
     id: str
     header: Mapping[str, Any] = field(default_factory=dict)  # the first one; empty where none is

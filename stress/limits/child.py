@@ -91,7 +91,7 @@ def run_children(children: Sequence[Child]) -> Iterator[tuple[int, Any]]:
 
 
 class Child:
-    """One process: it runs inside the `with` block and is gone after it.
+    """A process that runs inside the `with` block and is gone after it.
 
     Iteration yields its messages.
     """

@@ -29,7 +29,7 @@ GAPS = 64  # free blocks between older tensors that pins may fall into
 
 
 class CudaLimit(MemoryLimit):
-    """One CUDA device.
+    """The limit of a CUDA device.
 
     ```
         total ─┬─ outside    not to be had: others', and left out of the capacity; held by the
@@ -114,7 +114,7 @@ class CudaLimit(MemoryLimit):
             self._board = Checkerboard(self.device, size, largest)
 
     def expandable(self) -> bool:
-        """Whether the allocator's segments are expandable, whatever the environment asked for."""
+        """Return True if the allocator's segments are expandable, by its own account."""
         return any(
             each.get("is_expandable", False) and each["device"] == self.device.index
             for each in torch.cuda.memory_snapshot()

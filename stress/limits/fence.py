@@ -1,4 +1,4 @@
-"""One device for several processes: the file that they share, and the library that enforces it.
+"""A device for several processes: the file that they share, and the library that enforces it.
 
 `fence.c` is the library.
 """

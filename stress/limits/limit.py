@@ -81,7 +81,7 @@ class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
         return self.live()
 
     def expandable(self) -> bool:
-        """Whether the allocator mends fragmented memory."""
+        """Return True if the allocator mends fragmented memory."""
         return False
 
     @abstractmethod

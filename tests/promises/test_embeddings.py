@@ -1,4 +1,4 @@
-"""The promises for `backward_embeddings(embed_fn, loss_fn, batch)`: a loss that compares samples, of the whole batch."""
+"""Promises of `backward_embeddings`, for a loss that compares the samples of the whole batch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_gradient_is_the_whole_batchs_whatever_fails(
     ids=["cold", "warm", "masks", "statistics"],
 )
 @pytest.mark.no_oom_injection
-def test_a_failure_at_any_operation_of_both_passes_and_the_loss_is_recovered_from(
+def test_a_failure_at_any_operation_is_recovered_from(
     layers: tuple[nn.Module, ...], warm: bool
 ) -> None:
     x, at, hit = samples(8), 0, True
@@ -97,11 +97,8 @@ def test_a_failure_at_any_operation_of_both_passes_and_the_loss_is_recovered_fro
         torch.manual_seed(7)
         with InjectOOM(at=[at]) as inject:
             result = mbs.backward_embeddings(case.embed, case.over, x)
-        hit, end, after = (
-            bool(inject.hits),
-            Streams.now(),
-            [buffer.clone() for buffer in case.model.buffers()],
-        )
+        hit, end = bool(inject.hits), Streams.now()
+        after = [buffer.clone() for buffer in case.model.buffers()]
         found = grads(case.leaves)
         for buffer, value in zip(case.model.buffers(), buffers, strict=True):
             buffer.data.copy_(value)
@@ -117,7 +114,7 @@ def test_a_failure_at_any_operation_of_both_passes_and_the_loss_is_recovered_fro
 
 
 @pytest.mark.no_oom_injection
-def test_a_second_pass_whose_samples_are_independent_is_split_where_it_fails() -> None:
+def test_a_second_pass_of_independent_samples_is_split_where_it_fails() -> None:
     case, x = Contrast(), samples(8)
     mbs, embed = elastic(case.model, micro_batch_size=4), case.embed_failing(FailOn(4 + 3))
     mbs.backward_embeddings(embed, case.over, x)
@@ -133,7 +130,7 @@ def test_a_second_pass_whose_samples_are_independent_is_split_where_it_fails() -
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("options", [{"layers": (nn.Dropout(0.4),)}, {"replay": "isolate"}])
-def test_a_second_pass_whose_masks_would_be_others_starts_both_again(
+def test_a_second_pass_that_would_draw_other_masks_restarts_both(
     options: dict[str, Any],
 ) -> None:
     case, x = Contrast(*options.pop("layers", ())), samples(8)
@@ -145,7 +142,7 @@ def test_a_second_pass_whose_masks_would_be_others_starts_both_again(
     assert (result.ooms, result.replayed_samples) == (1, 16)
     case.zero()
     mbs = elastic(case.model, micro_batch_size=4, **options)
-    # the first pass, whose pieces would be of two sizes
+    # A failure in the first pass leaves pieces of two sizes, so the pass runs again.
     result = mbs.backward_embeddings(case.embed_failing(FailOn(2)), case.over, x)
     assert case.sizes == [4, 4, 2, 2, 2, 2, 2, 2, -8, 2, 2, 2, 2]
     assert (result.ooms, result.replayed_samples) == (1, 12)
@@ -155,7 +152,8 @@ def test_a_second_pass_whose_masks_would_be_others_starts_both_again(
 def test_a_loss_that_draws_random_numbers_draws_after_the_embeddings() -> None:
     case, x = Contrast(nn.Dropout(0.4)), samples(8)
     over = case.over
-    case.over = lambda z: over(z + torch.randn_like(z))  # type: ignore[method-assign]  # a loss with noise
+    # a loss with noise
+    case.over = lambda z: over(z + torch.randn_like(z))  # type: ignore[method-assign]
     at, hit = 0, True
     while hit:  # memory runs out after the loss has drawn, too
         torch.manual_seed(3)
@@ -174,7 +172,7 @@ def test_a_loss_that_draws_random_numbers_draws_after_the_embeddings() -> None:
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("size", [8, 3])
 def test_several_embedders_with_labels_beside_them(size: int) -> None:
-    """A dict of embeddings of two towers; what needs no gradient is handed on, in the batch's order."""
+    # Labels need no gradient. The loss gets them in the batch's order.
     picture, text = mlp(seed=1), mlp(seed=2)
     batch = {"picture": samples(8), "text": samples(8) + 1, "label": torch.arange(8) % 3}
     scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
@@ -201,7 +199,7 @@ def test_several_embedders_with_labels_beside_them(size: int) -> None:
 
 @pytest.mark.no_oom_injection
 def test_padded_texts_in_pieces_by_length() -> None:
-    """A vector per token: the gradient of a piece is cut to the length that its samples were trimmed to."""
+    # The model gives a vector per token. A piece's gradient is as long as its trimmed samples.
     model = nn.Embedding(20, 4).double()
     mask = (torch.arange(6) < torch.tensor([2, 6, 1, 4, 3])[:, None]).long()
     batch = {
@@ -243,7 +241,7 @@ def test_on_a_device_the_gradient_is_the_whole_batchs(device: torch.device) -> N
 def failing(
     at: str, error: BaseException, case: Contrast
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """The case's functions, of which one fails: in the first pass, the loss, or the second pass."""
+    """Return the case's functions, one of which fails: a pass over the batch, or the loss."""
     fails = FailOn(*({"first": (2,), "second": (4,)}.get(at, ())), error=lambda: error)
 
     def embed(x: Tensor) -> Tensor:
@@ -278,7 +276,7 @@ def test_an_error_anywhere_leaves_everything_as_it_was(
     before, objects = grads(case.leaves), [leaf.grad for leaf in case.leaves]
     buffers, streams = [buffer.clone() for buffer in case.model.buffers()], Streams.now()
     embed, over = failing(at, error, case)
-    if isinstance(error, torch.OutOfMemoryError):  # for good
+    if isinstance(error, torch.OutOfMemoryError):  # fails every time
         embed = (
             case.embed
             if at == "loss"
@@ -332,7 +330,7 @@ def test_no_embedding_stays_alive_after_the_call(ends: str) -> None:
 
 @pytest.mark.no_oom_injection
 def test_a_view_of_all_states_does_not_keep_them() -> None:
-    """The first token's state is what many embed with."""
+    # Many models embed with the state of the first token.
     model, kept = nn.Linear(6, 4).double(), []
 
     def over(z: Tensor) -> Tensor:

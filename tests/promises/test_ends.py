@@ -51,7 +51,7 @@ def _always(requested: str = "2.00 GiB") -> FailOn:
 
 
 class _Scripted:
-    """A sensor that says what it was told to, the last thing for ever."""
+    """A sensor with given readings, the last of which repeats for ever."""
 
     def __init__(self, *readings: Reading | Exception) -> None:
         self.readings = list(readings)
@@ -82,7 +82,7 @@ def _with_sleep(mbs: ElasticMBS) -> list[float]:
     ("n", "size", "attempts"), [(8, 8, 5), (8, 1, 2), (1, 1, 2), (64, 64, 8), (13, 13, 5)]
 )
 @pytest.mark.parametrize("door", DOORS)
-def test_persistent_out_of_memory_ends_after_one_attempt_per_halving_and_one_more(
+def test_persistent_oom_ends_after_one_attempt_per_halving_and_one_more(
     door: int, n: int, size: int, attempts: int
 ) -> None:
     model, fail = mlp(), _always()
@@ -121,7 +121,7 @@ def test_the_floor_is_the_smallest_allowed_micro_batch(
 @pytest.mark.parametrize("name", ["plain", "dropout"])
 @pytest.mark.parametrize("door", DOORS)
 def test_replays_from_the_start_are_capped(door: int, name: str) -> None:
-    """Backward always fails at the last leaf, so that the batch is replayed from its start where a piece alone cannot be."""
+    # Backward always fails at the last leaf. The others have committed, so the batch starts over.
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(6, 8), nn.Dropout(0.5) if name == "dropout" else nn.Tanh(), nn.Linear(8, 4)
@@ -155,20 +155,17 @@ def test_replays_from_the_start_are_capped(door: int, name: str) -> None:
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
-def test_a_sample_that_cannot_be_run_ends_the_batch_at_the_second_replay_from_its_start(
+def test_a_sample_that_cannot_be_run_ends_the_batch_at_its_second_restart(
     door: int,
 ) -> None:
-    """The pieces before it commit again each time, which is no progress: 45 replays of nearly the whole batch were made."""
+    # The pieces before the sample commit again after each restart, which is no progress. Nearly the
+    # whole batch was replayed 45 times.
     torch.manual_seed(0)
-    model, batch, bad = (
-        nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double(),
-        pairs(64),
-        40,
-    )
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
+    batch, bad = pairs(64), 40
     events, runs, poor = list[Event](), [0], [False]
 
-    # at the last leaf, when the others have committed: dropout then leaves no way but from the
-    # start
+    # The last leaf fails. The others have committed, so the batch starts over.
     def fail(grad: Tensor) -> None:
         if poor[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -195,7 +192,7 @@ def test_a_sample_that_cannot_be_run_ends_the_batch_at_the_second_replay_from_it
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def test_failures_at_random_for_ever_end(share: float) -> None:
-    """Progress in between sets the count of failures back, but a batch has an end."""
+    # A success resets the count of failures in a row. The batch ends all the same.
     model = mlp()
     generator = torch.Generator().manual_seed(0)
     count = [0]
@@ -231,9 +228,7 @@ def test_bookkeeping_that_runs_out_of_memory_is_tried_three_times() -> None:
 # ---------------------------------------------------------------------- the error at the floor
 
 
-def test_the_error_at_the_floor_tells_what_was_asked_what_is_free_who_holds_the_rest_and_the_ways_out() -> (
-    None
-):
+def test_the_error_at_the_floor_names_the_figures_and_the_ways_out() -> None:
     model, called = mlp(), list[Exception]()
     sensor = _Scripted(_room(free=100 * MIB, others=300 * MIB))
     mbs = elastic(
@@ -325,7 +320,7 @@ def test_goes_on_when_the_co_tenant_leaves(door: int) -> None:
 
 
 def test_the_waits_of_one_call_share_one_limit() -> None:
-    """Memory comes and goes while the piece fails all the same: the time is not given out anew."""
+    # Memory comes and goes while the piece keeps failing. The limit does not start anew.
     model, fail = mlp(), _always("1.00 MiB")
     sensor = _Scripted(_room(free=0, others=900 * MIB))
     mbs = elastic(model, micro_batch_size=1, sensor=sensor, wait_for_memory=2.0)
@@ -387,7 +382,8 @@ def test_a_sensor_that_dies_stops_growth_and_not_training(death: object) -> None
                 if self.dead:
                     if isinstance(death, Exception):
                         raise death
-                    return death(budget.read()) if callable(death) else death  # type: ignore[return-value]  # what a broken sensor does
+                    # a broken sensor returns anything
+                    return death(budget.read()) if callable(death) else death  # type: ignore[return-value]
                 return budget.read()
 
         sensor = Sensor()
@@ -435,7 +431,7 @@ def test_a_sensor_that_hangs_does_not_hold_up_a_step() -> None:
     class Hanging:
         def read(self) -> Reading:
             reading.set()
-            assert done.wait(120)  # a step that waited for this would wait for itself
+            assert done.wait(120)  # a step that waited here would wait for its own end
             return Unavailable("slow")
 
     with ElasticMBS(
@@ -447,9 +443,9 @@ def test_a_sensor_that_hangs_does_not_hold_up_a_step() -> None:
 
 
 @pytest.mark.no_oom_injection
-def test_memory_is_read_right_after_a_failure_and_not_when_the_next_reading_is_due() -> None:
+def test_memory_is_read_right_after_a_failure_not_at_the_next_interval() -> None:
     model, batch = mlp(), pairs(8)
-    readings: list[bool] = []  # of each: whether the neighbour was seen
+    readings: list[bool] = []  # True where the neighbour was seen
     spike = threading.Event()
 
     class Neighbour:

@@ -1,4 +1,4 @@
-"""When one sample does not fit, training goes on with less memory and the same gradients: `RecoveryOptions.escalate`."""
+"""`RecoveryOptions.escalate`: a sample that does not fit takes less memory, gradients unchanged."""
 
 import copy
 import pickle
@@ -62,7 +62,7 @@ def loss_of(model: nn.Module) -> Callable[[Pair], Tensor]:
 def by_hand(
     model: nn.Module, batch: Pair, partition: tuple[tuple[int, int], ...]
 ) -> tuple[list[Tensor | None], Tensor]:
-    """The gradient of a hand-written accumulation from the seed, and the random stream after it."""
+    """Return the gradients of a loop by hand from the seed, and the random stream after it."""
     model.zero_grad()
     torch.manual_seed(5)
     for start, stop in partition:
@@ -80,7 +80,7 @@ def stream(device: torch.device) -> Tensor:
 
 
 def need_of_one(room: Room, model: nn.Module, batch: Pair) -> int:
-    """Bytes of a step on one sample, with what libraries keep there already."""
+    """Return the bytes that a step on one sample needs once libraries have their workspaces."""
     loss_of(model)(batch).backward()
     model.zero_grad()
     need = room.need(lambda: loss_of(model)((batch[0][:1], batch[1][:1])).backward())
@@ -95,7 +95,10 @@ def ways_of(events: list[Event]) -> list[str]:
 def escalated(
     model: nn.Module, escalate: tuple[str, ...], batch: Pair, door: int = 1, **options: Any
 ) -> tuple[ElasticMBS, Callable[[Pair], Tensor]]:
-    """A runtime that has been through a batch whose samples did not fit until all of `escalate` was in use, and its loss function."""
+    """Return a runtime that has all of `escalate` in use, and its loss function.
+
+    In its first batch no sample fitted until then.
+    """
     events: list[Event] = []
     run = loss_of(model)
 
@@ -115,7 +118,7 @@ def escalated(
 
 
 @pytest.mark.parametrize("escalate", WAYS)
-def test_a_model_whose_single_sample_does_not_fit_trains_with_the_exact_gradient(
+def test_a_model_whose_single_sample_does_not_fit_trains_exactly(
     device: torch.device, escalate: tuple[str, ...]
 ) -> None:
     model, batch = deep(device), long_samples(device, 2, 2**15 if device.type == "cuda" else 2**10)
@@ -166,7 +169,7 @@ def test_sizes_grow_again_with_what_fits_now(device: torch.device) -> None:
 
 @pytest.mark.parametrize("door", [1, 3])
 @pytest.mark.parametrize("escalate", WAYS)
-def test_memory_running_out_at_any_operation_while_escalated_changes_nothing(
+def test_oom_at_any_operation_while_escalated_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, door: int, escalate: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(offload, "SMALL", 64)
@@ -182,10 +185,10 @@ def test_memory_running_out_at_any_operation_while_escalated_changes_nothing(
         assert torch.equal(after, wanted_after), strike.hits
 
 
-# ---------------------------------------------------------------------- what it does not do
+# ---------------------------------------------------------------------- limits
 
 
-def test_an_evaluation_is_not_escalated_and_what_was_tried_is_named() -> None:
+def test_an_evaluation_is_not_escalated_and_the_ways_tried_are_named() -> None:
     model, batch = deep(blocks=2), long_samples()
     events: list[Event] = []
     mbs = elastic(model, escalate=("checkpoint", "offload"), on_event=events.append)
@@ -200,7 +203,7 @@ def test_an_evaluation_is_not_escalated_and_what_was_tried_is_named() -> None:
     assert ways_of(events) == ["checkpoint", "offload"]
 
 
-def test_only_what_would_be_gone_otherwise_goes_to_the_host(
+def test_only_tensors_that_nobody_else_keeps_go_to_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gone: list[Tensor] = []
@@ -228,7 +231,7 @@ def test_only_what_would_be_gone_otherwise_goes_to_the_host(
 def test_a_block_that_changes_its_buffers_is_not_checkpointed_but_refused(
     layer: Callable[[], nn.Module],
 ) -> None:
-    """It would change them twice for each piece: the running statistics would not be those of the batch."""
+    # A second run in backward would change the buffers twice for each piece.
     model, batch = deep("cpu", layer()), long_samples()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ReplayUnsafeError, match="changes its buffer"):
@@ -238,7 +241,7 @@ def test_a_block_that_changes_its_buffers_is_not_checkpointed_but_refused(
     escalated(model, ("offload",), batch)
 
 
-def test_what_a_checkpointed_block_draws_on_the_host_is_drawn_once() -> None:
+def test_a_checkpointed_block_draws_once_from_the_hosts_streams() -> None:
     inner = nn.Linear(WIDTH, WIDTH)
     inner.register_forward_hook(lambda module, given, out: torch.tanh(out) * random.random())
     model, batch = deep("cpu", nn.Sequential(inner)), long_samples()
@@ -273,7 +276,7 @@ def test_forwards_are_the_users_own_again_after_the_call() -> None:
 
 
 def test_a_model_that_offers_checkpointing_is_asked_for_it_while_it_runs() -> None:
-    """As those of transformers do."""
+    # as models of transformers offer it
     model, batch, calls = deep(blocks=1), long_samples(), list[str]()
     model.register_forward_hook(lambda *_: calls.append("ran"))
     vars(model)["gradient_checkpointing_enable"] = lambda gradient_checkpointing_kwargs: (
@@ -378,5 +381,6 @@ def test_the_blocks_are_the_children_of_the_longest_list() -> None:
         nn.ModuleList([inner, nn.Sequential(*[nn.ReLU() for _ in range(9)])]).modules()
     ) == list(inner)
     model = nn.Sequential(nn.Embedding(1000, 4), inner, nn.Linear(4, 1000))
-    assert blocks_of(model.modules()) == list(model)  # of two as long the one with more parameters
+    # Of two lists of the same length, the one with more parameters counts.
+    assert blocks_of(model.modules()) == list(model)
     assert blocks_of([nn.Linear(1, 1)]) == []

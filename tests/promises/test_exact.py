@@ -1,4 +1,7 @@
-"""Promise 1: after the call, `.grad` is the gradient of the whole batch's loss, whatever splits, failures and replays happened."""
+"""Promise 1: after the call, `.grad` is the gradient of the whole batch's loss.
+
+Splits, failures and replays do not change it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def test_every_split_gives_the_whole_batchs_gradient(
     batch = {"x": x, "y": y, "w": torch.tensor(counts, dtype=torch.float64)}
 
     def loss(net: nn.Module, b: dict[str, Tensor]) -> Tensor:
-        # 0/0 for a piece without counts
+        # a piece without counts gives 0/0
         return (functional.cross_entropy(net(b["x"]), b["y"], reduction="none") * b["w"]).sum() / b[
             "w"
         ].sum()
@@ -92,7 +95,7 @@ def test_failures_at_any_operations_give_the_whole_batchs_gradient(
     faults = Operations(first, tuple(n - first for n in others))
     outcome = run(builtin(name), faults, warm=warm, call="backward" if door == 1 else "loop")
     assert not outcome.found, outcome
-    # 4 → 2 → 1, and once more
+    # sizes 4 → 2 → 1, and one more attempt
     assert outcome.error is None or (
         outcome.error == "MicroBatchFloorError" and len(outcome.hits) == 3
     )
@@ -263,7 +266,7 @@ def test_clipping_after_the_call_sees_the_whole_gradient() -> None:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_the_gradscaler_loop_equals_the_plain_one(door: int) -> None:
-    """Accumulate, unscale, clip, step, update: with overflows that make the scaler skip a step, and failures."""
+    # One batch overflows, so the scaler skips its step. Every other batch meets a failure.
     model = mlp()
     twin = copy.deepcopy(model)
     batches = [pairs(8, seed) for seed in range(6)]

@@ -1,4 +1,4 @@
-"""Promise 1 for BatchNorm over groups: the whole batch's gradient and running statistics, whatever splits, failures and replays happened."""
+"""Promise 1 for BatchNorm over groups: the whole batch's gradient and running statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.strikes import every_operation
 
 
 class Branched(nn.Module):
-    """Branches beside each other: where one fails, others have committed."""
+    """A model of two branches: where one fails, the other can have committed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,9 +44,7 @@ class Branched(nn.Module):
 
 @pytest.mark.parametrize("door", [1, 3])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_failure_at_any_operation_gives_the_whole_batchs_gradient_and_statistics(
-    door: int, warm: bool
-) -> None:
+def test_any_failure_gives_the_whole_batchs_gradient_and_statistics(door: int, warm: bool) -> None:
     torch.manual_seed(0)
     start = convert_ghost_batchnorm(Branched().double(), group=2)
     batch = torch.randn(10, 3, 3, dtype=torch.float64), torch.randint(0, 3, (10,))
@@ -83,7 +81,7 @@ def test_a_failure_at_any_operation_gives_the_whole_batchs_gradient_and_statisti
                 strike.hits,
             )
     assert mixed
-    # A piece that had partly committed starts the batch over, any other one runs again by itself.
+    # A partly committed piece restarts the batch. Any other piece runs again by itself.
     assert modes["step", True] > 0
     assert modes["piece", False] > 0
     assert not modes["piece", True]

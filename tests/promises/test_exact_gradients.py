@@ -1,4 +1,4 @@
-"""Promise 1 for gradients of every kind: of half precision, already there, unused, tied, outside of the model, views, sparse, of gradients."""
+"""Promise 1 for gradients of every kind: in half precision, sparse, views, of tied weights."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_accumulating_half_precision_in_float32_rounds_once(door: int) -> None:
 @pytest.mark.parametrize("replay", ["auto", "isolate"])
 @pytest.mark.parametrize("fails", [0, 10, 16, 20, 24])
 @pytest.mark.parametrize("door", DOORS)
-def test_a_gradient_that_is_there_is_added_to_as_the_same_object(
+def test_an_earlier_gradient_is_added_to_as_the_same_object(
     door: int, fails: int, replay: str
 ) -> None:
     model, batch = mlp(), pairs(8)
     loss_fn = cross_entropy(model)
     mbs = elastic(model, micro_batch_size=4, replay=replay)
-    mbs.backward(loss_fn, batch)  # a clean call: what can be replayed is known
+    mbs.backward(loss_fn, batch)  # after a clean call the engine knows the step
     before = [torch.randn_like(p) for p in model.parameters()]
     objects = [g.clone() for g in before]
     for parameter, gradient in zip(model.parameters(), objects, strict=True):
@@ -89,7 +89,7 @@ def test_a_gradient_that_is_there_is_added_to_as_the_same_object(
     )
 
 
-def test_what_cannot_be_told_apart_from_an_earlier_gradient_is_refused_not_guessed() -> None:
+def test_gradients_are_set_aside_where_the_loss_draws_random_numbers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
     batch = pairs(8)
@@ -188,14 +188,12 @@ def test_leaves_outside_the_model_are_replayed_like_parameters(door: int) -> Non
 
 
 def test_functions_with_the_same_decorator_are_told_apart() -> None:
-    """What one is known to reach says nothing of the other."""
-    model, (x, _), scale = (
-        mlp(),
-        pairs(8),
-        torch.full((4,), 0.3, dtype=torch.float64, requires_grad=True),
-    )
-    # which leaves float64 alone
-    leaves, autocast = [*model.parameters(), scale], torch.autocast("cpu", torch.bfloat16)
+    # The leaves of one say nothing about the leaves of the other.
+    model, (x, _) = mlp(), pairs(8)
+    scale = torch.full((4,), 0.3, dtype=torch.float64, requires_grad=True)
+    # Autocast leaves float64 alone.
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    leaves = [*model.parameters(), scale]
     first, second = (
         autocast(lambda x: model(x).square().mean()),
         autocast(lambda x: (model(x) * scale).square().mean()),
@@ -258,7 +256,7 @@ def test_sparse_gradients_stay_sparse_and_exact(replay: str) -> None:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_gradient_penalty_is_exact(door: int) -> None:
-    """Second derivatives: what the table of door 3 saves has to lead on to the graph that it came from."""
+    # Second derivatives need the graph behind a saved tensor, also where a table holds the tensor.
     model, (x, _) = mlp(), pairs(8)
 
     def loss(net: nn.Module, b: Tensor) -> Tensor:
@@ -305,7 +303,7 @@ def test_a_module_put_in_place_of_another_between_calls_is_found(door: int) -> N
 
 
 def test_recomputation_switched_on_between_two_calls_stays_exact() -> None:
-    """The same number of commits as before, but some of them come from leaves that the graph does not show."""
+    # The number of commits stays, but some come from leaves that the graph does not show.
     torch.manual_seed(0)
     stem, block, head = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 4)
     model = nn.Sequential(stem, block, head).double()
@@ -314,7 +312,8 @@ def test_recomputation_switched_on_between_two_calls_stays_exact() -> None:
 
     def loss_fn(b: Pair) -> Tensor:
         h = stem(b[0])
-        h = Recompute.apply(block, h) if recompute[0] else block(h)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        # torch leaves it untyped
+        h = Recompute.apply(block, h) if recompute[0] else block(h)  # type: ignore[no-untyped-call]
         return functional.cross_entropy(head(h), b[1])
 
     wanted = whole_gradient(model, lambda net: cross_entropy(net)(batch))
@@ -335,14 +334,9 @@ def test_recomputation_switched_on_between_two_calls_stays_exact() -> None:
         model.zero_grad()
 
 
-def test_the_tensor_that_weighs_a_loss_does_not_become_the_gradient_of_a_leaf_and_of_every_later_batch() -> (
-    None
-):
-    """It was kept and used again.
-
-    Where only views lie between a leaf and the loss, autograd makes it the leaf's `.grad`: clipping
-    wrote to it.
-    """
+def test_the_weight_of_a_loss_does_not_become_the_gradient_of_a_leaf() -> None:
+    # Where only views lie between a leaf and the loss, autograd makes the weight the `.grad` of the
+    # leaf. Clipping then wrote to a weight that later batches used.
     torch.manual_seed(0)
     model, other = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
     shift = model.shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))

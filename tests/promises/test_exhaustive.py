@@ -1,4 +1,4 @@
-"""Every place a call can fail: a bounded part of `python -m stress exhaustive`, over all of its cases."""
+"""All cases of `python -m stress exhaustive`, each struck at a bounded number of places."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from stress.models.steps import STEPS
 
 GUARDED = ["--dimension", "operations", "--call", "backward"]
 POINTS = 30
-"""Operations that are struck in a case, about, and twice as many as lines."""
+"""Operations to strike in each case, roughly; lines are half as many."""
 
 
-# of checkpointing in an evaluation
+# a warning of checkpointing in an evaluation
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", STEPS)
-def test_a_failure_at_any_operation_or_line_ends_exact_or_in_an_error_with_everything_as_it_was(
+def test_a_failure_anywhere_ends_exact_or_in_an_error_that_changes_nothing(
     name: str,
 ) -> None:
     sweep = Sweep(builtin(name), most=POINTS, calls=("backward", "loop", "eval", "optimizer_step"))
@@ -51,7 +51,7 @@ def test_a_failure_at_any_operation_or_line_ends_exact_or_in_an_error_with_every
     assert outcomes["MicroBatchFloorError"] >= 2, outcomes
 
 
-def test_the_command_prints_a_table_writes_figures_and_refuses_unknown_cases(
+def test_the_command_prints_a_table_and_refuses_unknown_cases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "figures.json"
@@ -98,11 +98,13 @@ calls = []
 
 def plain():
     model = nn.Linear(4, 2)
-    return model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), [(torch.randn(6, 4), torch.randint(0, 2, (6,)))]
+    batch = torch.randn(6, 4), torch.randint(0, 2, (6,))
+    return model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), [batch]
 
 def mixing():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    return model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), [(torch.randn(6, 4).double(), torch.randint(0, 2, (6,)))]
+    batch = torch.randn(6, 4).double(), torch.randint(0, 2, (6,))
+    return model, lambda b: nn.functional.cross_entropy(model(b[0]), b[1]), [batch]
 
 def chance():
     model = nn.Linear(4, 2)
@@ -188,7 +190,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert named in told
 
 
-def test_a_wrong_outcome_and_an_unexpected_error_have_exit_codes_of_their_own(
+def test_a_wrong_outcome_and_an_unexpected_error_have_own_exit_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unexpected(*args: Any, **kwargs: Any) -> Any:
@@ -204,7 +206,7 @@ def test_a_wrong_outcome_and_an_unexpected_error_have_exit_codes_of_their_own(
 
 
 class Unguarded(Backward):
-    """A call after which something is done that needs memory."""
+    """A call with an unguarded allocation after it."""
 
     def perform(self) -> Any:
         result = super().perform()
@@ -213,7 +215,7 @@ class Unguarded(Backward):
 
 
 class Untidy(Backward):
-    """A call that leaves a buffer moved where it fails."""
+    """A call that leaves a buffer changed where it fails."""
 
     def perform(self) -> Any:
         try:
@@ -250,7 +252,7 @@ def test_operations_of_the_library_find_a_call_that_breaks_a_promise(
 
 
 @pytest.mark.parametrize("exception", EXCEPTIONS)
-def test_an_exception_at_a_line_of_recovery_finds_a_buffer_that_stays_moved(
+def test_an_exception_in_recovery_finds_a_buffer_that_stays_changed(
     monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]
 ) -> None:
     monkeypatch.setitem(CALLS, "backward", Untidy)
@@ -274,7 +276,7 @@ def test_faults_come_singly_in_recovery_in_a_row_and_for_good() -> None:
     assert counts["once"] == [1]
     assert counts["in a row"] == [3]
     assert counts["persistent"][0] > 3
-    # a recovery that compares random streams has operations of its own; others have none
+    # A recovery that compares random streams has operations of its own. Others have none.
     for at in range(20, 60):
         first = Operations(at)
         run(builtin("mlp"), first, warm=True)
@@ -287,12 +289,9 @@ def test_faults_come_singly_in_recovery_in_a_row_and_for_good() -> None:
     ] == [2] * first.recovery
 
 
-def test_a_process_that_has_not_imported_numpy_compares_equal_random_streams() -> None:
-    """The first backward brings numpy along.
-
-    It had been seeded in what was built after that and not before, so every fresh run was called
-    wrong.
-    """
+def test_a_process_without_numpy_compares_equal_random_streams() -> None:
+    # The first backward imports numpy. Its stream was seeded only in cases that were built later,
+    # so every fresh run was called wrong.
     command = [sys.executable, "-m", "stress", "exhaustive", "mlp", *GUARDED, "--max-points", "4"]
     done = subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""What only a GPU can show, and the same on the CPU under a `MemoryBudget`, so that these tests are themselves tested everywhere.
+"""Promises on a GPU; without one, the same tests run on the CPU under a `MemoryBudget`.
 
 On CUDA the errors are the allocator's own: a memory fraction stands for a small device, another
 process for the co-tenant.
@@ -39,7 +39,7 @@ from tests.helpers.room import (
 )
 from tests.helpers.steps import elastic, grads, off_by, through, whole_gradient
 
-# torch says at the first set_sync_debug_mode that it does not see every synchronisation
+# torch warns at the first set_sync_debug_mode that it does not see every synchronisation
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 
 
@@ -55,7 +55,7 @@ def test_a_real_oom_is_survived_with_the_exact_gradient(
     events: list[Event] = []
     with Room(device, model) as room:
         forward, step = needs(room, model, batch)
-        assert step > 1.1 * forward  # or there would be no limit that only backward passes
+        assert step > 1.1 * forward, "no limit lets forward fit and backward fail"
         reference = whole_gradient(model, lambda twin: loss_of(twin, batch))
         room.allow((forward + step) // 2 if phase == "backward" else int(0.8 * forward))
         mbs = elastic(model, micro_batch_size=len(batch[1]), on_event=events.append)
@@ -109,8 +109,8 @@ def test_evaluation_survives_too(device: torch.device) -> None:
             lambda piece: model(piece[0]), batch, outputs="device"
         )
         assert events
-        # a sum of 16384 terms, some of which come to next to nothing: in another order it differs
-        # by the rounding of its terms
+        # Some of these sums of 16384 terms are nearly zero. In another order they differ by the
+        # rounding of their terms.
         assert torch.allclose(outputs, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -119,10 +119,8 @@ def test_the_devices_random_stream_and_buffers_are_rolled_back(
     device: torch.device, middle: Any
 ) -> None:
     samples, width = scale(device)
-    model, batch = (
-        wide(device, middle if isinstance(middle, nn.Module) else middle(width)),
-        batch_on(device, samples),
-    )
+    model = wide(device, middle if isinstance(middle, nn.Module) else middle(width))
+    batch = batch_on(device, samples)
     start = {key: value.clone() for key, value in model.state_dict().items()}
 
     def stream() -> Tensor:
@@ -137,11 +135,8 @@ def test_the_devices_random_stream_and_buffers_are_rolled_back(
             lambda piece: loss_of(model, piece), batch
         )
         assert result.ooms
-        found, after, buffers = (
-            grads(model),
-            stream(),
-            [buffer.clone() for buffer in model.buffers()],
-        )
+        found, after = grads(model), stream()
+        buffers = [buffer.clone() for buffer in model.buffers()]
         room.allow(PLENTY)
         model.load_state_dict(start)
         torch.manual_seed(5)
@@ -173,7 +168,7 @@ def test_sizes_grow_back_when_a_neighbour_leaves(device: torch.device) -> None:
                 model.zero_grad()
                 found = mbs.backward(loss_fn, batch).micro_batch_size
                 assert off_by(model, reference) <= 1e-12
-                time.sleep(0.03)  # a reading
+                time.sleep(0.03)  # time for a reading
                 return found
 
             beside = [size() for _ in range(8)]
@@ -185,10 +180,11 @@ def test_sizes_grow_back_when_a_neighbour_leaves(device: torch.device) -> None:
             assert alone == samples
 
 
-def test_the_batch_goes_through_whole_again_when_just_as_much_memory_is_back(
+def test_the_batch_runs_whole_again_when_just_enough_memory_is_back(
     device: torch.device,
 ) -> None:
-    """On CUDA the cache holds what the failed attempt had, which must not pass for memory that smaller pieces need."""
+    # On CUDA the cache holds the failed attempt's memory. It must not count as the need of smaller
+    # pieces.
     model, batch = wide(device), batch_on(device, scale(device)[0])
     policy = Policy(patience=1, jitter=0.0, cooldown=0.0, min_gain=0.0)
     with Room(device, model) as room:
@@ -287,9 +283,8 @@ def test_a_scaled_step_is_the_same_after_an_oom(device: torch.device) -> None:
 def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(
     device: torch.device, implementation: str, first: bool
 ) -> None:
-    # On CUDA 16 parameters of 16 MiB: from 10 MiB on each is a segment of its own. Smaller ones
-    # share segments of 20 MiB, and what is free of those would be room that nobody has allowed, or
-    # not be there where it is counted on.
+    # On CUDA each of 16 parameters has 16 MiB. A block of 10 MiB or more has its own segment.
+    # Smaller ones share segments of 20 MiB, whose free parts would make the limit inexact.
     side = 2048 if device.type == "cuda" else 64
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -315,8 +310,8 @@ def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(
     size = 16 * side * side * 4
     with Room(device, model) as room:
         room.track(optimizer)
-        # The state where it is new, and a quarter of the temporaries that foreach needs; a fused
-        # step whose state is there needs nothing.
+        # There is room for a new state, and for a quarter of the temporaries of foreach. A fused
+        # step with a state needs nothing.
         room.allow(
             (2 * size if first else 0) + (size // 4 if implementation == "foreach" else size // 16)
         )
@@ -325,8 +320,7 @@ def test_an_optimizers_step_that_does_not_fit_at_once_is_made_all_the_same(
         mbs.close()
     tries = [event.action for event in events if isinstance(event, OptimizerOutOfMemory)]
     released = ["with the caches let go of"]
-    # Where the state of a fused step is new, the copies are what does not fit; one whose state is
-    # there takes none.
+    # A fused step with a new state makes copies, which do not fit. With an old state it makes none.
     assert tries == (
         [*released, "one parameter at a time"]
         if implementation != "fused"
@@ -344,10 +338,11 @@ HAS_LAST_RESORT = "use_on_oom" in inspect.signature(torch.cuda.MemPool.__init__)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_LAST_RESORT, reason="this torch has no MemPool(use_on_oom=True)")
-def test_what_a_pool_of_last_resort_does_for_a_step_is_known(
+def test_the_figures_of_a_pool_of_last_resort_are_known(
     gpu: torch.device, record_property: Any
 ) -> None:
-    """What `optimizer_step` would gain from it, and what of its memory nobody gets afterwards: the decision waits for these figures."""
+    # The figures decide if `optimizer_step` is to use such a pool: its gain, and the memory that
+    # stays lost afterwards.
     command = [sys.executable, "-m", "tests.helpers.last_resort"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     record_property("last_resort", ran.stdout)
@@ -378,7 +373,7 @@ def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(
     for name, work in works.items():
         try:
             with warnings.catch_warnings():
-                # libraries may warn of a plan or a solver that they give up, and try the next
+                # libraries may warn when they give up a plan or a solver and try the next
                 warnings.simplefilter("ignore")
                 work()
                 torch.cuda.synchronize(gpu)
@@ -404,8 +399,8 @@ def test_after_a_driver_level_error_the_device_is_known_to_be_sound_or_not(
 
 @pytest.mark.gpu
 def test_the_demo_on_cuda_survives_and_is_equal() -> None:
-    # With the default batch: beside the workspaces of cuBLAS the limit would leave room for the
-    # whole of a small one.
+    # The batch is the default one. A small one would fit whole, as the limit leaves room for the
+    # workspaces of cuBLAS.
     command = [
         sys.executable,
         "-m",
@@ -417,7 +412,7 @@ def test_the_demo_on_cuda_survives_and_is_equal() -> None:
         "8",
         "--no-page",
     ]
-    # a deadline against hanging: on a simulated device one core computes all of it
+    # The deadline is against hanging. On a simulated device one core computes everything.
     ran = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
     )

@@ -1,4 +1,4 @@
-"""Free when idle, and what the device says of itself: what only a GPU can show, and the same on the CPU under a `MemoryBudget`."""
+"""Costs of a call without failures, and the device's own figures, on a GPU or the CPU."""
 
 import gc
 import json
@@ -34,11 +34,11 @@ from tests.helpers.room import (
 )
 from tests.helpers.steps import elastic, through
 
-# torch says at the first set_sync_debug_mode that it does not see every synchronisation
+# torch warns at the first set_sync_debug_mode that it does not see every synchronisation
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 
 
-# ---------------------------------------------------------------------- free when idle
+# ---------------------------------------------------------------------- costs without failures
 
 
 def idle_model(device: torch.device) -> nn.Module:
@@ -59,7 +59,7 @@ def test_an_idle_step_never_waits_for_the_device(gpu: torch.device, place: str, 
     with ElasticMBS(model, micro_batch_size=8, policy=Policy(max_micro_batch_size=8)) as mbs:
         for i in range(8):
             model.zero_grad()
-            # the first call looks at every buffer
+            # the first call compares every buffer
             torch.cuda.set_sync_debug_mode("error" if i >= 2 else "default")
             result = through(
                 door, mbs, lambda piece: (loss_of(model, piece), model(piece[0]).argmax(1)), batch
@@ -68,13 +68,13 @@ def test_an_idle_step_never_waits_for_the_device(gpu: torch.device, place: str, 
         assert result.ooms == 0
         assert len(result.partition) == 4
     torch.cuda.set_sync_debug_mode("error")
-    with pytest.raises(RuntimeError, match="synchroniz"):  # this test can fail
+    with pytest.raises(RuntimeError, match="synchroniz"):  # the check itself works
         float(result)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("place", "reads"), [("device", 1), ("host", 0)])
-def test_counting_tokens_costs_one_read_and_only_where_the_batch_is_on_the_device(
+def test_counting_tokens_costs_one_read_if_the_batch_is_on_the_device(
     gpu: torch.device, place: str, reads: int
 ) -> None:
     model = nn.Linear(8, 4).to(gpu)
@@ -84,7 +84,7 @@ def test_counting_tokens_costs_one_read_and_only_where_the_batch_is_on_the_devic
     batch = {"x": torch.randn(16, 5, 8, device=where), "labels": labels.to(where)}
 
     def loss_fn(piece: dict[str, Tensor]) -> Tensor:
-        # not by ignore_index: that one is free to look how many labels it has
+        # without ignore_index, which may read the number of labels from the device
         return functional.cross_entropy(
             model(piece["x"][:, :3]).flatten(0, 1), piece["labels"][:, :3].flatten()
         )
@@ -124,7 +124,7 @@ def test_an_idle_call_takes_no_more_memory_than_the_loop_by_hand(device: torch.d
         mine = room.need(call)
         model.zero_grad()
         other = room.need(lambda: by_hand(model, batch, partition))
-        # 512 bytes (a block) for each piece's loss, and on the host the state of its random stream
+        # a block of 512 bytes for each piece's loss; on the host, the state of the random stream
         assert mine <= other + 512 * len(partition) + (
             torch.get_rng_state().nbytes if device.type == "cpu" else 0
         )
@@ -133,7 +133,7 @@ def test_an_idle_call_takes_no_more_memory_than_the_loop_by_hand(device: torch.d
 def test_a_finished_call_lets_go_of_its_batch(device: torch.device) -> None:
     model = idle_model(device)
     gc.collect()
-    # memory of a device must not wait for the garbage collector, which does not know of it
+    # A device's memory must not wait for the garbage collector, which does not know of it.
     gc.disable()
     try:
         with ElasticMBS(model, micro_batch_size=8) as mbs:
@@ -169,7 +169,7 @@ def test_outputs_come_to_the_host_without_waiting(device: torch.device) -> None:
     assert torch.allclose(logits, model(batch[0]).detach().cpu(), rtol=1e-5, atol=1e-6)
 
 
-# ---------------------------------------------------------------------- what the device says of itself
+# ---------------------------------------------------------------------- the device's own figures
 
 
 @pytest.mark.gpu
@@ -198,7 +198,7 @@ def test_the_monitor_sees_a_memory_fraction_and_a_neighbour(gpu: torch.device) -
     ):
 
         def free_when(right: Callable[[int], bool]) -> int:
-            """The driver wipes memory that is given back before it counts it as free, and a whole card's takes a while."""
+            # The driver wipes returned memory before it counts as free. A whole card takes a while.
             deadline = time.monotonic() + 10
             while True:
                 time.sleep(0.1)
@@ -232,12 +232,12 @@ def test_a_neighbour_is_known_by_its_pid_and_size(gpu: torch.device) -> None:
     if pids_are_ours():
         [size] = [holder.bytes for holder in found.holders if holder.pid == pid]
         sizes = [size]
-    else:  # in a container the list is empty, or its PIDs are the host's and we are in it, too
+    else:  # in a container the list is empty, or has the host's PIDs and this process, too
         sizes = [holder.bytes for holder in found.holders][:1]
     assert all(size is None or size > found.held_by_others // 2 for size in sizes)
 
 
-def test_the_doctor_comes_to_a_judgement_of_the_machine_that_runs_the_tests(
+def test_the_doctor_judges_the_machine_that_runs_the_tests(
     device: torch.device,
 ) -> None:
     command = [
@@ -276,7 +276,7 @@ def test_step_times_come_from_the_device_without_waiting_for_it(gpu: torch.devic
         mbs.backward(lambda piece: loss_of(model, piece), batch)
         end.record()
         torch.cuda.synchronize(gpu)
-        # the next call reads what is known by then
+        # the next call reads the times that are known by then
         mbs.backward(lambda piece: loss_of(model, piece), batch)
         state: Any = mbs.state_dict()["controller"]
     [[_, seconds]] = state["tracks"][0]["time"]

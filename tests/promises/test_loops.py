@@ -1,4 +1,4 @@
-"""Every diff of docs/loops.md: the loop with the runtime in it, under out-of-memory errors, trains as the loop without it."""
+"""The diffs of docs/loops.md: both sides train the same, the new one under failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Agent(nn.Module):
 
 
 class Criterion(nn.Module):
-    """A loss that runs out of memory in training over more than `fits` samples, and notes whether it ran under autocast."""
+    """A loss that fails in training on more than `fits` samples, and notes the use of autocast."""
 
     autocast_was: Tensor
 
@@ -63,7 +63,7 @@ class Criterion(nn.Module):
 
 
 class TimmScaler:
-    """What timm's NativeScaler does in one call."""
+    """A copy of timm's NativeScaler: backward, clipping, step and update in one call."""
 
     def __init__(self) -> None:
         self._scaler = torch.amp.GradScaler("cpu")
@@ -84,7 +84,10 @@ def mlp(outputs: int) -> nn.Sequential:
 
 
 def world(*, fits: int) -> dict[str, Any]:
-    """The names that the page takes for granted; a training loss over more than `fits` samples runs out of memory."""
+    """Return the names that the page takes for granted.
+
+    The training loss runs out of memory on more than `fits` samples.
+    """
     torch.manual_seed(0)
     model, generator, discriminator, agent = mlp(3), mlp(4), mlp(1), Agent()
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -116,7 +119,7 @@ def world(*, fits: int) -> dict[str, Any]:
 
 
 def outcome(names: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """What a loop has made, by name: the tensors and numbers of models, optimizers, schedules and scalers, and what it counted."""
+    """Return the results of a loop by name: the numbers in each state, and its count."""
     states = {
         name: value.state_dict()
         for name, value in names.items()
@@ -170,5 +173,5 @@ def test_the_page_has_a_diff_of_few_lines_for_every_kind_of_loop() -> None:
         }
         for diff in DIFFS
     ]
-    # new lines; others have moved
+    # lines that only moved do not count
     assert {len(text["+"] - text["-"]) for text in texts} == {2, 3, 4}

@@ -1,4 +1,4 @@
-"""Promise 3: after a recovered failure, state is as if the failed attempt had not been made, and no memory of it stays alive."""
+"""Promise 3: after a recovered failure, state is as if the failed attempt had not been made."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, mlp, pairs
 DOORS = [1, 3]
 
 
-# ---------------------------------------------------------------------- buffers, random streams, the scaler
+# ---------------------------------------------------------------------- buffers, streams, scaler
 
 
 class _Counting(nn.Module):
-    """Buffers that change in every way: in place, by a new tensor, and as running statistics."""
+    """A model whose buffers change in place, by a new tensor, and as running statistics."""
 
     calls: Tensor
     last: Tensor
@@ -58,7 +58,7 @@ def test_buffers_are_as_if_the_failed_attempt_had_not_been_made(door: int, warm:
         with InjectOOM(at=[n]) as inject:
             result = through(door, mbs, cross_entropy(model), batch)
         mbs.close()
-        # the look at the labels, before any attempt
+        # the labels are read before any attempt
         assert result.ooms == len(inject.hits) or inject.hits == ["aten::eq"]
         got = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with torch.no_grad():
@@ -74,7 +74,7 @@ def test_buffers_are_as_if_the_failed_attempt_had_not_been_made(door: int, warm:
 
 @dataclass
 class _Sources:
-    """Every random stream that a step may draw from."""
+    """The random streams that a step may draw from."""
 
     torch_own: torch.Generator
     python_own: random.Random
@@ -85,7 +85,7 @@ class _Sources:
     def seeded(cls) -> _Sources:
         torch.manual_seed(3)
         random.seed(3)
-        np.random.seed(3)  # the legacy stream is what is rolled back
+        np.random.seed(3)  # NumPy's legacy stream is rolled back
         return cls(
             torch.Generator().manual_seed(3),
             random.Random(3),
@@ -97,7 +97,7 @@ class _Sources:
         return (
             torch.rand(()).item(),
             random.random(),
-            float(np.random.rand()),  # likewise
+            float(np.random.rand()),  # the legacy stream
             torch.rand((), generator=self.torch_own).item(),
             self.python_own.random(),
             self.numpy_new.random(),
@@ -109,7 +109,7 @@ class _Sources:
 @pytest.mark.parametrize("fails", [(1,), (2,), (1, 2), (1, 3), (2, 4)])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("door", DOORS)
-def test_every_random_stream_is_as_if_the_failed_attempt_had_not_been_made(
+def test_random_streams_are_as_if_the_failed_attempt_had_not_been_made(
     door: int, warm: bool, fails: tuple[int, ...]
 ) -> None:
     model, batch = mlp(), pairs(8)

@@ -1,4 +1,4 @@
-"""Promise 3, in memory: nothing of a failed attempt stays alive, neither when its failure is announced nor after many of them."""
+"""Promise 3 for memory: nothing of a failed attempt stays alive."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from tests.helpers.steps import Pair, calls_of, cross_entropy, elastic, loop, ml
 DOORS = [1, 3]
 
 
-# ---------------------------------------------------------------------- memory, at the moment of the failure
+# ---------------------------------------------------------------------- at the failure
 
 SLACK = 24 * 1024
-"""Bytes that are nobody's activation: states of random streams (5 KiB each), scalars, a few indices. One activation here has 256 KiB."""
+"""Bytes besides activations: states of random streams (5 KiB each), scalars, a few indices.
+
+One activation here has 256 KiB.
+"""
 
 
 class _Wide(nn.Module):
@@ -68,7 +71,7 @@ def _nbytes(*tensors: Tensor | None) -> int:
 
 @dataclass
 class _Watch:
-    """Looks at live memory when a failure is announced."""
+    """A sink that looks at live memory when a failure is announced."""
 
     budget: MemoryBudget
     model: nn.Module
@@ -115,7 +118,7 @@ def test_memory_is_back_at_rest_when_a_failure_is_announced_door_1(name: str, ou
     def loss_fn(b: Pair) -> Any:
         hidden = model(b[0])
         loss = functional.cross_entropy(hidden, b[1])
-        # as many bytes as an activation
+        # the output has as many bytes as an activation
         return loss if outputs == "none" else (loss, hidden.detach().repeat(1, 32))
 
     with MemoryBudget("1GiB", track=(model, batch)) as budget:
@@ -129,7 +132,7 @@ def test_memory_is_back_at_rest_when_a_failure_is_announced_door_1(name: str, ou
         total = _operations(lambda: mbs.backward(loss_fn, batch))
         calls_of(mbs).last_result = None
         for n in range(1, total + 1, 3):
-            # its gradient may be there, where it has one
+            # the batch's own gradient may exist, where it requires one
             watch.rest = _rest(model, batch, budget) + _nbytes(batch[0])
             if not batch[0].requires_grad:
                 watch.rest -= _nbytes(batch[0])
@@ -178,7 +181,7 @@ def test_memory_is_back_at_rest_when_a_failure_is_announced_door_2() -> None:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_memory_is_back_at_rest_although_the_frame_of_the_loop_holds_loss_and_output_door_3(
+def test_memory_is_back_at_rest_although_the_loop_holds_its_output_door_3(
     name: str,
 ) -> None:
     model, batch = _prepared(name)
@@ -212,8 +215,8 @@ def test_memory_is_back_at_rest_although_the_frame_of_the_loop_holds_loss_and_ou
             mbs.close()
             del mbs
         assert watch.seen >= count.count // 4
-        # Non-reentrant checkpointing keeps what it has recomputed of one block in a frame that the
-        # graph behind `out` holds.
+        # Non-reentrant checkpointing keeps the recomputed tensors of one block in a frame. The
+        # graph behind `out` holds that frame.
         block = 256 * 1024 if name == "checkpoint, non-reentrant" else 0
         assert watch.worst <= SLACK + block, (
             f"{watch.worst} bytes of the failed attempt were alive, besides what the loop itself "
@@ -221,7 +224,7 @@ def test_memory_is_back_at_rest_although_the_frame_of_the_loop_holds_loss_and_ou
         )
 
 
-def test_a_failed_attempts_outputs_and_callbacks_are_gone_when_the_failure_is_announced() -> None:
+def test_outputs_and_callbacks_of_a_failed_attempt_are_gone_at_its_event() -> None:
     model, batch = mlp(), pairs(8)
     alive: list[bool] = []
     kept: list[weakref.ref[Tensor]] = []
@@ -245,11 +248,11 @@ def test_a_failed_attempts_outputs_and_callbacks_are_gone_when_the_failure_is_an
     assert alive == [False]
 
 
-# ---------------------------------------------------------------------- memory, after many of them
+# ---------------------------------------------------------------------- after many failures
 
 
 class _Marked(nn.Module):
-    """Remembers, weakly, what its graph holds."""
+    """A model with weak references to the tensors and the nodes of its graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +264,8 @@ class _Marked(nn.Module):
         out: Tensor = self.net[2](hidden)
         mark = _Anything()
         assert out.grad_fn is not None
-        out.grad_fn.metadata["mark"] = mark  # type: ignore[index]  # torch types it as a method. The mark lives as long as the node
+        # The mark lives as long as the node.
+        out.grad_fn.metadata["mark"] = mark  # type: ignore[index]  # torch types it as a method
         self.marks += [weakref.ref(hidden), weakref.ref(out), weakref.ref(mark)]
         return out
 
@@ -298,7 +302,7 @@ def _door_3(mbs: ElasticMBS, model: nn.Module, batch: Pair) -> None:
             micro.on_commit(lambda: None)
 
 
-def _eval(mbs: ElasticMBS, model: nn.Module, batch: Pair) -> None:
+def _evaluate(mbs: ElasticMBS, model: nn.Module, batch: Pair) -> None:
     def fn(b: Pair) -> Tensor:
         hidden = torch.tanh(b[0] * 2)
         return hidden.sum(1)
@@ -307,13 +311,13 @@ def _eval(mbs: ElasticMBS, model: nn.Module, batch: Pair) -> None:
 
 
 def _faults(door: Callable[..., None]) -> Iterator[int]:
-    """One operation after another, forward and backward."""
+    """Yield one operation after another, of forward and backward."""
     while True:
-        yield from [1, 2] if door is _eval else range(1, 14)
+        yield from [1, 2] if door is _evaluate else range(1, 14)
 
 
-@pytest.mark.parametrize("door", [_door_1, _door_2, _door_3, _eval])
-def test_after_200_recovered_failures_memory_is_what_it_was_after_the_first(
+@pytest.mark.parametrize("door", [_door_1, _door_2, _door_3, _evaluate])
+def test_memory_after_200_recovered_failures_is_that_after_the_first(
     door: Callable[..., None],
 ) -> None:
     model, batch = _Marked(), pairs(8)
@@ -326,7 +330,7 @@ def test_after_200_recovered_failures_memory_is_what_it_was_after_the_first(
         for i in range(200):
             for runtime in (mbs, getattr(vars(model).get("step"), "mbs", None)):
                 if runtime is not None:
-                    runtime.load_state_dict(start)  # so that there is something to shrink
+                    runtime.load_state_dict(start)  # the size can shrink again
             before = budget.ooms
             inject = InjectOOM(at=[next(faults)])
             with inject:

@@ -67,7 +67,7 @@ ERRORS: list[Callable[[], BaseException]] = [
 
 
 class _Noisy(nn.Module):
-    """Buffers, random numbers and two pieces' worth of work to lose."""
+    """A model that changes buffers and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _same(a: tuple[list[Tensor], Tensor, Any], b: tuple[list[Tensor], Tensor, An
 
 
 class _InBackward(torch.autograd.Function):
-    """Raises in the middle of backward, when the second layer has committed."""
+    """A function that raises in backward, when the second layer has committed."""
 
     fail: FailOn | None = None
 
@@ -116,7 +116,8 @@ def _step(model: _Noisy, fail: FailOn, where: str) -> Callable[[Pair], Tensor]:
         x = model.norm(b[0])
         hidden = model.first(x)
         if where == "backward":
-            hidden = _InBackward.apply(hidden)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            # torch leaves it untyped
+            hidden = _InBackward.apply(hidden)  # type: ignore[no-untyped-call]
         loss = nn.functional.cross_entropy(
             model.second(nn.functional.dropout(hidden, 0.5) * random.random()), b[1]
         )
@@ -155,7 +156,8 @@ def test_an_error_passes_through_as_the_same_object_and_state_goes_back(
         assert _same(_state(model), state)
         notes = "".join(getattr(raised, "__notes__", []))
         if prefilled:
-            assert "zero_grad()" in notes or off_by(model, before) == 0  # type: ignore[arg-type]  # no None among them, and lists are invariant
+            # no None among them, and lists are invariant
+            assert "zero_grad()" in notes or off_by(model, before) == 0  # type: ignore[arg-type]
         else:
             assert all(p.grad is None for p in model.parameters())
             assert "zero_grad()" not in notes
@@ -171,10 +173,11 @@ def test_an_error_passes_through_as_the_same_object_and_state_goes_back(
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("make", [ValueError, KeyboardInterrupt, _CustomExit])
-def test_an_error_between_two_blocks_of_the_loop_passes_through_and_state_goes_back(
+def test_an_error_between_two_blocks_of_the_loop_puts_state_back(
     make: Callable[[], BaseException],
 ) -> None:
-    """Outside `with micro:` the engine does not see it happen, but what it left behind has to be noticed at the latest when it is used."""
+    # The engine does not see an error outside `with micro:`. It has to notice the open call at the
+    # next use of the runtime at the latest.
     model, batch = _Noisy().double(), pairs(8)
     raised = make()
     mbs = elastic(model, micro_batch_size=4)
@@ -197,7 +200,7 @@ def test_an_error_between_two_blocks_of_the_loop_passes_through_and_state_goes_b
 
 
 @pytest.mark.no_oom_injection
-def test_an_error_in_a_commit_callback_passes_through_and_empties_the_gradients() -> None:
+def test_an_error_in_a_commit_callback_passes_and_empties_the_gradients() -> None:
     model, batch = _Noisy().double(), pairs(8)
     raised = ValueError("logging broke")
 
@@ -237,7 +240,7 @@ def test_an_error_in_an_event_sink_passes_through_and_state_goes_back(door: int)
 
 @pytest.mark.no_oom_injection
 def test_an_error_in_the_sink_of_a_growth_leaves_no_gradients_behind() -> None:
-    """The call ends by an exception, so promise 4 holds for it too, although every piece has been accumulated."""
+    # Every piece has been accumulated, but the call ends by an exception.
     model, batch = nn.Linear(6, 4).double(), pairs(64)
     raised = ConnectionError("the dashboard is down")
 
@@ -268,7 +271,7 @@ def test_an_error_in_the_sink_of_a_growth_leaves_no_gradients_behind() -> None:
 
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
-def test_gradients_that_were_there_are_reported_when_they_hold_a_part_of_the_batch(
+def test_earlier_gradients_are_reported_if_they_hold_a_part_of_the_batch(
     door: int,
 ) -> None:
     model, batch = nn.Linear(6, 4).double(), pairs(8)
@@ -279,7 +282,8 @@ def test_gradients_that_were_there_are_reported_when_they_hold_a_part_of_the_bat
             door, mbs, failing(model, FailOn(2, error=lambda: ValueError("second piece"))), batch
         )
     assert any("zero_grad()" in note for note in caught.value.__notes__)
-    assert off_by(model, before) > 0  # type: ignore[arg-type]  # no None among them, and lists are invariant
+    # no None among them, and lists are invariant
+    assert off_by(model, before) > 0  # type: ignore[arg-type]
     _prefill(model)
     with pytest.raises(ValueError, match="first piece") as caught:
         through(
@@ -288,10 +292,11 @@ def test_gradients_that_were_there_are_reported_when_they_hold_a_part_of_the_bat
     assert getattr(caught.value, "__notes__", []) == [], (
         "nothing had been accumulated, so there is nothing to say"
     )
-    assert off_by(model, before) == 0  # type: ignore[arg-type]  # no None among them, and lists are invariant
+    # no None among them, and lists are invariant
+    assert off_by(model, before) == 0  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------- what counts as out of memory
+# ---------------------------------------------------------------------- kinds of errors
 
 
 @pytest.mark.no_oom_injection
@@ -387,7 +392,7 @@ def test_on_fatal_that_raises_does_not_hide_the_error() -> None:
     assert any("the disk is full" in note for note in caught.value.__notes__)
 
 
-def test_on_fatal_is_not_called_for_what_is_not_ours() -> None:
+def test_on_fatal_is_not_called_for_an_error_of_the_users() -> None:
     model, called = nn.Linear(6, 4).double(), list[ElasticMBSError]()
     mbs = elastic(model, on_fatal=called.append)
     with pytest.raises(ValueError, match="mine"):
@@ -395,7 +400,7 @@ def test_on_fatal_is_not_called_for_what_is_not_ours() -> None:
     assert called == []
 
 
-def test_eval_passes_errors_through_and_puts_state_back() -> None:
+def test_evaluate_passes_errors_through_and_puts_state_back() -> None:
     model, batch = _Noisy().double(), pairs(8)
     mbs = elastic(model, micro_batch_size=4)
     state, raised = _state(model), KeyboardInterrupt()
@@ -414,13 +419,11 @@ def test_eval_passes_errors_through_and_puts_state_back() -> None:
     assert mbs.evaluate(fn, batch).shape == (8, 4)
 
 
-def test_where_autograd_refuses_to_run_the_batch_is_put_back_all_the_same(
+def test_state_goes_back_also_where_autograd_refuses_to_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Letting go of what a failed backward has left is a backward itself.
-
-    Its error took the place of the user's, and state was not put back.
-    """
+    # A failed backward is drained by another backward. An error of that one took the place of the
+    # user's, and state was not put back.
     model, batch = mlp(), pairs(8)
 
     def refuse(*args: Any, **kwargs: Any) -> None:

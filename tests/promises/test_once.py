@@ -1,4 +1,4 @@
-"""Promise 2: every sample contributes to every leaf exactly once, and nothing after the return is replayed."""
+"""Promise 2: a sample contributes to a leaf once, and nothing after the return is replayed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOORS = [1, 3]
 
 
 class _PerSample(nn.Module):
-    """One entry of each parameter for each sample: the gradient tells how often it has contributed."""
+    """A model with one entry per sample in each parameter: gradients count the contributions."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_every_sample_contributes_once_to_every_leaf(
 
 
 @pytest.mark.parametrize("fault", range(0, 60, 3))
-def test_callbacks_run_once_per_sample_in_the_batchs_order_and_only_for_what_counts(
+def test_callbacks_run_once_per_sample_in_order_for_committed_pieces(
     fault: int,
 ) -> None:
     model, ids = _PerSample(8), torch.arange(8)
@@ -134,7 +134,7 @@ def test_outputs_are_those_of_committed_pieces_in_the_batchs_order(door: int, pl
         assert not result.outputs["loss"][0].requires_grad
 
 
-def test_outputs_leave_out_pieces_that_were_skipped_and_none_are_kept_when_dropped() -> None:
+def test_outputs_leave_out_skipped_pieces_and_are_dropped_on_request() -> None:
     model, (x, y) = mlp(), pairs(6)
     y[2:4] = -100
 
@@ -178,7 +178,7 @@ def test_samples_replayed_are_counted(door: int) -> None:
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("door", DOORS)
 def test_nothing_after_the_return_is_replayed(door: int) -> None:
-    """The commit point is `optimizer.step()`: its failure is its caller's."""
+    # The step of the optimizer is outside the call. Its failure is for the caller.
     model, batch, ran = mlp(), pairs(8), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
 

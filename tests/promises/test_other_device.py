@@ -1,4 +1,4 @@
-"""The promises hold on a device that torch does not know (PrivateUse1)."""
+"""Promises on a device that torch does not know (PrivateUse1)."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ TESTS = Path(__file__).with_name("on_other_device.py")
 
 
 @pytest.mark.skipif(not other_device.has_compiler(), reason="needs a C++ compiler")
-def test_a_device_that_torch_does_not_know_is_trained_on_exactly_or_refused() -> None:
+def test_a_device_unknown_to_torch_is_trained_on_exactly_or_refused() -> None:
     root = TESTS.parents[2]
     command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", str(TESTS)]
     environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}

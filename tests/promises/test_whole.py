@@ -1,4 +1,4 @@
-"""A batch that fits is never split: with ample memory a run under the runtime is bit for bit the run without it, from the first step on."""
+"""Promise for ample memory: no batch is split, and a run is bit for bit the run without us."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ KINDS = (
 
 
 def train(subject: Subject, mbs: ElasticMBS | None) -> list[torch.Tensor]:
-    """Three steps; the losses, and everything that training has changed, the random stream included."""
+    """Train for three steps; return the losses, the model's state and the random stream."""
     optimizer = subject.optimizer(subject.leaves())
     out = []
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Copying buffers and putting them back fails as anything else does: wherever it is struck, a rollback afterwards is right."""
+"""Failures while buffers are copied or put back: a rollback afterwards is right."""
 
 import copy
 from contextlib import suppress
@@ -15,7 +15,7 @@ from tests.helpers.strikes import AtLine, Everywhere, every_operation, until_cle
 
 
 class Codebook(nn.Module):
-    """Changes a buffer in each of the ways that there are."""
+    """A module that changes buffers in every way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class Codebook(nn.Module):
 
 
 class Normalised(nn.Module):
-    """Running statistics as a user writes them: a new tensor each time, and a count beside it.
+    """Running statistics that a user wrote: a new tensor each time, and a count beside it.
 
-    They were taken for torch's own.
+    They were once taken for torch's own.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Run:
         self.start = state(self.model)
 
     def first_piece(self) -> list[object]:
-        """Returns the state after it."""
+        """Run the first piece; return the state after it."""
         self.copies.begin_call(self.modules, "f")
         self.model(self.x)
         self.copies.end_clean_piece()
@@ -98,11 +98,11 @@ class Run:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_a_snapshot_that_runs_out_of_memory_at_any_operation_leaves_a_right_rollback(
+def test_a_snapshot_that_runs_out_of_memory_leaves_the_rollback_right(
     known: bool,
 ) -> None:
-    # One failure while some of the buffers were copied put the others back to the call's start,
-    # without a word.
+    # After a failure between two copies, a rollback put the other buffers back to the call's start
+    # without an error.
     for strike in until_clean(lambda n: Everywhere(at=[n]), least=4):
         run = Run(known=known)
         with strike, suppress(torch.OutOfMemoryError):
@@ -126,7 +126,7 @@ def test_a_snapshot_that_runs_out_of_memory_at_any_operation_leaves_a_right_roll
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("to_call_start", [False, True])
-def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure_at_any_operation(
+def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure(
     known: bool, to_call_start: bool
 ) -> None:
     for strike in until_clean(lambda n: Everywhere(at=[n]), least=6):
@@ -142,7 +142,7 @@ def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure_at_any_o
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_an_interrupt_at_any_line_leaves_a_right_rollback_to_the_calls_start(known: bool) -> None:
+def test_an_interrupt_at_any_line_leaves_the_rollback_right(known: bool) -> None:
     for strike in until_clean(lambda n: AtLine(n, "rollback/buffers.py"), stride=3, least=50):
         run, begun = Run(known=known), False
         with strike, suppress(KeyboardInterrupt):
@@ -163,15 +163,13 @@ def test_an_interrupt_at_any_line_leaves_a_right_rollback_to_the_calls_start(kno
 
 
 @pytest.mark.parametrize("calls", [1, 2])
-def test_buffers_are_those_of_the_committed_pieces_wherever_memory_runs_out(calls: int) -> None:
+def test_buffers_are_those_of_committed_pieces_wherever_memory_runs_out(calls: int) -> None:
     batch = pairs(8)
     for inject in every_operation(least=40):
         model = net()
-        mbs, loss_fn = (
-            elastic(model, micro_batch_size=4, min_micro_batch_size=2),
-            cross_entropy(model),
-        )
-        mbs.evaluate(model.eval(), batch[0])  # what changes in training mode was not seen in it
+        mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
+        loss_fn = cross_entropy(model)
+        mbs.evaluate(model.eval(), batch[0])  # does not show the changes of training mode
         model.train()
         for _ in range(calls - 1):
             mbs.backward(loss_fn, batch)
@@ -185,7 +183,7 @@ def test_buffers_are_those_of_the_committed_pieces_wherever_memory_runs_out(call
 
 
 class Replacing(nn.Module):
-    """Puts a new tensor in the place of a BatchNorm's running mean in each forward, or new memory under the same one."""
+    """A module whose forward replaces a BatchNorm's running mean, or the memory under it."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -224,10 +222,8 @@ def test_running_statistics_that_a_forward_replaces_are_put_back(way: str, early
             assert_as_by_hand(model, twin, result, batch[0])
 
 
-def test_a_step_that_begins_to_train_batch_norm_itself_has_its_statistics_put_back_with_their_count() -> (
-    None
-):
-    """Its calls begin in eval mode, and a forward of BatchNorm moves the version of the count alone."""
+def test_statistics_are_put_back_when_a_step_begins_to_train_batch_norm() -> None:
+    # The calls begin in eval mode. A forward of BatchNorm raises the version of the count alone.
     batch, recovered = pairs(12), 0
     for at in range(1, 50, 3):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Buffers that a failed attempt has changed, replaced or registered are put back, as the same objects and with the same values."""
+"""Rollback of buffers: the same objects, with the same values, are in the same places."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ class Holder(nn.Module):
             self.register_buffer(name, tensor)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The buffer of that name, as a tensor."""
+        """Return the buffer of that name, as a tensor."""
         return there(self._buffers[name])
 
 
@@ -35,7 +35,7 @@ def numbers(*values: float) -> Tensor:
 
 
 def learned(*modules: nn.Module) -> BufferCopies:
-    """Copies that have seen one clean call in which nothing changed."""
+    """Return copies that have seen one clean call in which nothing changed."""
     copies = BufferCopies()
     copies.begin_call(modules)
     copies.end_clean_piece()
@@ -53,9 +53,7 @@ def values(module: nn.Module) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in module.named_buffers()}
 
 
-def test_what_hung_where_a_buffer_was_replaced_deleted_set_or_registered_hangs_there_again() -> (
-    None
-):
+def test_buffers_that_were_replaced_deleted_or_registered_are_put_back() -> None:
     module = Holder(count=numbers(1), kept=numbers(2), cache=None)
     for copies in (BufferCopies(), learned(module)):
         before = dict(module._buffers)
@@ -72,7 +70,7 @@ def test_what_hung_where_a_buffer_was_replaced_deleted_set_or_registered_hangs_t
         assert values(module) == {"count": [1], "kept": [2]}
 
 
-def test_a_buffer_registered_by_an_earlier_piece_is_put_back_to_that_pieces_value() -> None:
+def test_a_buffer_of_an_earlier_piece_is_put_back_to_that_pieces_value() -> None:
     module = Holder(kept=numbers(1))
     copies = BufferCopies()
     copies.begin_call([module])
@@ -86,7 +84,7 @@ def test_a_buffer_registered_by_an_earlier_piece_is_put_back_to_that_pieces_valu
     assert list(module._buffers) == ["kept"]
 
 
-def test_a_buffer_that_nobody_expected_is_named_when_it_may_be_an_earlier_pieces() -> None:
+def test_an_unexpected_buffer_is_named_if_an_earlier_piece_may_own_it() -> None:
     module = Holder(kept=numbers(1))
     copies = learned(module)
     copies.begin_call([module])
@@ -127,7 +125,7 @@ def test_a_buffer_that_changes_in_place_for_the_first_time_is_named() -> None:
 def test_after_any_history_buffers_are_those_of_a_run_without_failures(
     attempts: list[tuple[str, set[int]]], second_call: bool
 ) -> None:
-    """Buffers 0 and 1 change in place, 2 is replaced, 3 is replaced by None and back; a model of plain numbers runs beside them."""
+    # Buffers 0 and 1 change in place, 2 is replaced, 3 is replaced by None and back.
     module = Holder(a=numbers(0), b=numbers(0), c=numbers(0), d=None)
 
     def forward(which: set[int]) -> None:
@@ -136,7 +134,8 @@ def test_after_any_history_buffers_are_those_of_a_run_without_failures(
         if 2 in which:
             module.c = module["c"] + 1
         if 3 in which:
-            setattr(module, "d", numbers(0) if module._buffers["d"] is None else None)  # noqa: B010  # what `module.d = ...` does, for mypy
+            # as `module.d = ...` does, which mypy refuses
+            setattr(module, "d", numbers(0) if module._buffers["d"] is None else None)  # noqa: B010
 
     def state() -> list[Any]:
         return [None if tensor is None else tensor.tolist() for tensor in module._buffers.values()]
@@ -152,7 +151,7 @@ def test_after_any_history_buffers_are_those_of_a_run_without_failures(
     for outcome, which in attempts:
         if not at_call:
             copies.begin_piece()
-        at_call = outcome == "step"  # then the piece begins where the call did
+        at_call = outcome == "step"  # after a restart the piece begins where the call did
         forward(which)
         if outcome == "ok":
             copies.end_clean_piece()
@@ -187,12 +186,12 @@ BETWEEN: dict[str, Callable[[nn.BatchNorm1d], object]] = {
         max_size=6,
     )
 )
-# settled in eval mode, then trained
+# a module that settled in eval mode and then trains
 @example([("mode", ["ok"]), ("nothing", ["ok"]), ("mode", ["fail"])])
 def test_statistics_follow_a_run_without_failures_from_call_to_call(
     calls: list[tuple[str, list[str]]],
 ) -> None:
-    """What is kept from one call to the next must not outlive what happens to the buffers between them."""
+    # Facts that are kept from call to call must not outlive a change of the buffers in between.
     norm, twin = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
     draw = torch.Generator().manual_seed(0)
     copies = BufferCopies()
@@ -229,11 +228,8 @@ CHANGES: dict[str, Callable[[list[nn.Module]], object]] = {
 def test_a_model_that_changes_between_calls_is_followed(
     change: Callable[[list[nn.Module]], object],
 ) -> None:
-    modules, x, copies = (
-        list[nn.Module]([nn.BatchNorm1d(3).double()]),
-        torch.randn(8, 3, dtype=F64),
-        BufferCopies(),
-    )
+    modules = list[nn.Module]([nn.BatchNorm1d(3).double()])
+    x, copies = torch.randn(8, 3, dtype=F64), BufferCopies()
     for _ in range(2):
         copies.begin_call(modules)
         clean_piece(copies, lambda: modules[0](x), first=True)
@@ -247,7 +243,7 @@ def test_a_model_that_changes_between_calls_is_followed(
 
 
 class Lazy(nn.Module):
-    """Makes its buffer in its first forward, and notes that in attributes."""
+    """A module that makes its buffer in its first forward, and notes that in an attribute."""
 
     ready = False
 
@@ -257,7 +253,7 @@ class Lazy(nn.Module):
             self.ready = True
 
 
-def test_what_a_module_notes_of_the_buffers_that_it_makes_goes_with_them() -> None:
+def test_a_modules_note_of_a_buffer_goes_away_with_the_buffer() -> None:
     module, copies = Lazy(), BufferCopies()
     copies.begin_call([module])
     module(numbers(1, 2))
@@ -265,7 +261,7 @@ def test_what_a_module_notes_of_the_buffers_that_it_makes_goes_with_them() -> No
     assert (module.ready, list(module._buffers)) == (False, [])
 
 
-def test_what_a_failed_attempt_or_an_earlier_call_hung_up_is_freed() -> None:
+def test_buffers_of_a_failed_attempt_or_an_earlier_call_are_freed() -> None:
     module = Holder(cache=numbers(0))
     copies = BufferCopies()
     copies.begin_call([module])

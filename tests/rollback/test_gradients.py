@@ -1,4 +1,4 @@
-"""What has happened to gradients is known, and a failed backward leaves those that were set aside as they were."""
+"""`Ledger` notices each change of a gradient; `Isolation` keeps earlier ones as they were."""
 
 import weakref
 from collections import Counter
@@ -80,12 +80,12 @@ def test_each_backward_counts_once_for_each_leaf_that_it_reaches(
     for reached in backwards:
         once = sorted({place % len(model) for place in reached})
         if once:
-            # twice in a graph is one commit
+            # a leaf that is twice in a graph commits once
             torch.stack([model[place].sum() for place in once for _ in range(2)]).sum().backward()
         seen = ledger.observe()
         assert not ledger.advance(seen, set(range(10)) - {len(once)})
         assert Counter(map(id, ledger.changed())) == Counter(id(model[place]) for place in once)
-        # else it needs a look at each leaf
+        # otherwise the count is not enough
         known = {id(leaf) for leaf in model if leaf.grad is not None} == had or not had
         assert ledger.advance(seen, {len(once)}) is known
         ledger.note()
@@ -94,7 +94,7 @@ def test_each_backward_counts_once_for_each_leaf_that_it_reaches(
         assert ledger.changed() == []
 
 
-def test_extra_leaves_are_known_until_the_notes_are_dropped_and_not_kept_alive() -> None:
+def test_extra_leaves_are_known_until_dropped_and_are_not_kept_alive() -> None:
     model, prompt = leaves(1, filled=False), torch.zeros(2, requires_grad=True)
     ledger = noted(model)
     assert [id(leaf) for leaf in ledger.add_extra([*model, prompt])] == [id(prompt)]
@@ -126,16 +126,14 @@ def leaf(dtype: torch.dtype = F64, grad: Tensor | None = None) -> Tensor:
 
 
 def gradient(seed: int, kind: str, dtype: torch.dtype = F64) -> Tensor | None:
-    """What a backward leaves in `.grad`: nothing, a dense tensor, or an uncoalesced sparse one over rows."""
+    """Return a gradient as a backward leaves it: none, dense, or sparse and uncoalesced."""
     if kind == "none":
         return None
     source = torch.Generator().manual_seed(seed)
     if kind == "dense":
         return torch.randn(SHAPE, generator=source, dtype=F64).to(dtype)
-    rows, values = (
-        torch.tensor([[2, 0, 2]]),
-        torch.randn(3, 2, generator=source, dtype=F64).to(dtype),
-    )
+    rows = torch.tensor([[2, 0, 2]])
+    values = torch.randn(3, 2, generator=source, dtype=F64).to(dtype)
     return torch.sparse_coo_tensor(rows, values, SHAPE, check_invariants=True)
 
 
@@ -146,14 +144,14 @@ def value(tensor: Tensor | None) -> Tensor:
 KINDS = st.sampled_from(["none", "dense", "sparse"])
 
 
-# torch 2.11 says so although they are asked for
+# torch 2.11 warns although the checks are asked for
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("dtype", [F64, BF16], ids=["own type", "wide"])
 @given(
     starts=st.lists(KINDS, min_size=1, max_size=3),
     pieces=st.lists(st.tuples(st.lists(KINDS, min_size=3, max_size=3), st.booleans()), max_size=12),
 )
-def test_the_sum_is_that_of_the_pieces_that_succeeded_and_a_wide_one_is_rounded_once(
+def test_the_sum_is_that_of_the_successful_pieces_and_is_rounded_once(
     dtype: torch.dtype, starts: list[str], pieces: list[tuple[list[str], bool]]
 ) -> None:
     leaves = [leaf(dtype, gradient(i, kind, dtype)) for i, kind in enumerate(starts)]
@@ -177,9 +175,7 @@ def test_the_sum_is_that_of_the_pieces_that_succeeded_and_a_wide_one_is_rounded_
         assert torch.allclose(value(w.grad).to(dtype), sum_.to(dtype), rtol=1e-14, atol=1e-14)
 
 
-def test_a_leaf_may_join_in_a_later_piece_and_the_first_contribution_is_taken_without_a_copy() -> (
-    None
-):
+def test_a_leaf_may_join_late_and_its_first_contribution_is_not_copied() -> None:
     first, late = leaf(), leaf(grad=torch.ones(SHAPE, dtype=F64))
     isolation, new = Isolation(), torch.ones(SHAPE, dtype=F64)
     for leaves in ([first], [first, late]):
@@ -192,7 +188,7 @@ def test_a_leaf_may_join_in_a_later_piece_and_the_first_contribution_is_taken_wi
     assert [value(w.grad)[0, 0].item() for w in (first, late)] == [2.0, 2.0]
 
 
-def test_rewind_puts_the_original_objects_back_and_those_of_wide_sums_with_their_value() -> None:
+def test_rewind_puts_the_original_objects_back_with_their_values() -> None:
     narrow, wide, empty, stranger = (
         leaf(grad=torch.ones(SHAPE, dtype=F64)),
         leaf(BF16, torch.ones(SHAPE, dtype=BF16)),
@@ -223,7 +219,7 @@ def test_rewind_puts_the_original_objects_back_and_those_of_wide_sums_with_their
 
 
 def every_kind() -> tuple[list[Tensor], list[list[Tensor | None]]]:
-    """Leaves of every kind, and what two pieces give them."""
+    """Return leaves of every kind, and the gradients of two pieces."""
     plans: list[tuple[torch.dtype, str, str, str]] = [
         (F64, "none", "dense", "dense"),
         (F64, "dense", "dense", "sparse"),
@@ -258,7 +254,7 @@ def fold(
 
 
 def accumulated(at: set[int]) -> tuple[list[Tensor], list[str], int]:
-    """Two pieces through one isolation, with failures at the given operations; what failed is called again."""
+    """Run two pieces in one isolation, fail at the given operations, and repeat each failure."""
     (leaves, pieces), isolation = every_kind(), Isolation(F32)
     failures: list[str] = []
 

@@ -38,7 +38,7 @@ def leaf(*shape: int) -> Tensor:
 def test_the_walk_finds_every_leaf_of_the_model_and_those_outside_it() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     prompt, log_weight, batch = leaf(4), leaf(), leaf(5, 4)
-    # one that is used often is found once
+    # a leaf that is used twice is found once
     loss = (model(model(batch + prompt)) * log_weight.exp()).sum()
     assert ids(census_of(loss).leaves) == ids([*model.parameters(), prompt, log_weight, batch])
 
@@ -52,7 +52,7 @@ def test_a_deep_graph_does_not_exhaust_the_stack() -> None:
 
 
 def custom(name: str, x: Tensor) -> Tensor:
-    """What comes out of a function of that name, written in Python."""
+    """Return the output of a function of that name, written in Python."""
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.variable = x
@@ -62,19 +62,20 @@ def custom(name: str, x: Tensor) -> Tensor:
         "forward": staticmethod(forward),
         "backward": staticmethod(lambda ctx, *grads: grads[0] * 2),
     }
-    out: Tensor = type(name, (torch.autograd.Function,), methods).apply(x)  # type: ignore[attr-defined]  # of its base
+    # `apply` comes from the base class
+    out: Tensor = type(name, (torch.autograd.Function,), methods).apply(x)  # type: ignore[attr-defined]
     return out
 
 
 @pytest.mark.parametrize(("name", "normalises"), [("Double", False), ("StrangeBatchNorm", True)])
-def test_functions_written_in_python_are_named_and_taken_at_their_name_and_what_they_keep_is_no_leaf(
+def test_functions_written_in_python_are_named_and_keep_no_leaves(
     name: str, normalises: bool
 ) -> None:
     w = leaf(3)
     census = census_of(custom(name, w.exp()).sum())
     assert ids(census.leaves) == [id(w)]
     assert census.custom == {f"{name}Backward"}
-    # a backend that does not say is taken to use the batch
+    # a function with BatchNorm in its name is taken to normalise over the batch
     assert census.normalises_batch is normalises
     assert census_of(w.exp().sum()).custom == frozenset()
 
@@ -117,7 +118,7 @@ def test_the_walk_still_works_on_a_graph_whose_backward_has_run_or_failed() -> N
     )
 
 
-def test_a_tied_weight_commits_once_in_a_backward_and_once_in_each_reentrant_checkpoint() -> None:
+def test_a_tied_weight_commits_once_per_backward_and_per_checkpoint() -> None:
     for times, reentrant in ((1, None), (3, True), (1, False)):
         tied, x = leaf(3, 3), leaf(2, 3)
         tied.grad = torch.zeros_like(tied)
@@ -147,7 +148,7 @@ def test_drain_changes_no_gradient_and_takes_no_memory() -> None:
 
 
 def inside(run: Callable[[Tensor, Tensor], object], x: Tensor, w: Tensor) -> Tensor:
-    """x · w by a function that does not show `w`: it builds that graph only in its backward, and runs it there."""
+    """Return x · w from a function that builds and runs the graph of `w` only in its backward."""
 
     class Recompute(torch.autograd.Function):
         @staticmethod
@@ -161,7 +162,8 @@ def inside(run: Callable[[Tensor, Tensor], object], x: Tensor, w: Tensor) -> Ten
                 run(ctx.x * w, grads[0])
             return grads[0] * w.detach()
 
-    out: Tensor = Recompute.apply(x)  # type: ignore[no-untyped-call]  # torch has no annotation there
+    # torch has no annotation there
+    out: Tensor = Recompute.apply(x)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -231,6 +233,6 @@ def test_two_looks_at_once_do_not_leave_the_wrapper_behind() -> None:
     )
     outer.__enter__()
     inner.__enter__()
-    outer.__exit__(None, None, None)  # not in the order of a stack: two threads
+    outer.__exit__(None, None, None)  # two threads need not leave in the order of a stack
     inner.__exit__(None, None, None)
     assert torch.autograd.backward is original

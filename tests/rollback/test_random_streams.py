@@ -86,7 +86,7 @@ def test_host_streams_are_read_for_each_piece_once_they_have_moved() -> None:
     assert piece.hosts is None
     drawn, first = python.random(), torch.rand(1).item()
     assert not streams.hosts_moved(piece)
-    streams.restore(piece)  # torch's alone
+    streams.restore(piece)  # puts back torch's stream alone
     assert torch.rand(1).item() == first
     assert python.random() != drawn
     assert streams.learn(start)
@@ -122,7 +122,7 @@ def test_numpy_imported_later_counts_as_drawn_from_and_is_left_alone(
         (random.SystemRandom(), "SystemRandom"),
     ],
 )
-def test_what_has_no_state_is_refused_by_name(generator: Any, name: str) -> None:
+def test_a_generator_without_state_is_refused_by_name(generator: Any, name: str) -> None:
     accepted = [own for _, own, _ in own_streams()]
     assert check_generators(accepted) is None
     assert f"has a {name}," in there(check_generators([*accepted, generator]))
@@ -137,8 +137,8 @@ def test_what_has_no_state_is_refused_by_name(generator: Any, name: str) -> None
 def test_a_step_that_begins_to_draw_is_replayed_with_the_same_numbers(
     draw: Callable[[], float],
 ) -> None:
-    # Found by a look at every call's end: a replay from the batch's start would need gradients that
-    # were empty.
+    # The end of every call looks for draws. Without it, a failure would need a restart, and thus
+    # empty gradients at the start of the call.
     model, batch = mlp(), pairs(8)
     drawn, draws, fail = list[float](), False, FailOn(11)  # the third piece of the third call
 
@@ -172,8 +172,8 @@ def test_a_first_batch_that_draws_can_run_out_twice() -> None:
 def test_looking_at_the_random_streams_can_run_out_of_memory_as_well(
     method: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A state of torch's takes 5 KiB of the host's memory: refused those, a raw error left the call,
-    # one even after the gradient was whole.
+    # A state of torch's stream takes 5 KiB on the host. Without them a raw error left the call, in
+    # one case after the gradient was whole.
     model, batch = mlp(), pairs(8)
     reference = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
     looks, look = 0, getattr(RandomStreams, method)

@@ -17,7 +17,7 @@ F64 = torch.float64
 
 
 def held(table: SavedTensorTable) -> int:
-    """How many tensors are held now."""
+    """Return the number of tensors that are held now."""
     return sum(
         1
         for reference in table._slots
@@ -28,10 +28,11 @@ def held(table: SavedTensorTable) -> int:
 class OnCpu(nn.Sequential):
     def forward(self, x: Tensor) -> Any:
         with torch.autograd.graph.save_on_cpu():
-            return super().forward(x)  # type: ignore[no-untyped-call]  # torch has no annotation there
+            # torch has no annotation there
+            return super().forward(x)  # type: ignore[no-untyped-call]
 
 
-# kinds that are not among the exhaustive steps, whose loops run through the table
+# models that the exhaustive steps lack, whose loops use the table, too
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "in-place": lambda: nn.Sequential(
         nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.ELU(inplace=True)
@@ -133,7 +134,7 @@ def test_the_use_of_an_emptied_graph_is_explained() -> None:
 
 
 @pytest.mark.parametrize("own_graph", [True, False])
-def test_a_function_transform_inside_the_block_says_what_is_wrong_and_works_without_the_table(
+def test_a_function_transform_is_explained_and_works_without_the_table(
     own_graph: bool,
 ) -> None:
     model, batch = nn.Linear(4, 1).double(), torch.randn(4, 4, dtype=F64)

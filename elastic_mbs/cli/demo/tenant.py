@@ -20,7 +20,7 @@ from elastic_mbs.memory import MemoryBudget
 
 @dataclass(frozen=True)
 class TenantMove:
-    """One line of the script."""
+    """A line of the script."""
 
     step: int  # counted from 0
     micro_batch: int  # of that step, counted from 1; failed attempts count too

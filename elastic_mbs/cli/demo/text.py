@@ -83,7 +83,7 @@ def collate(documents: Sequence[bytes]) -> Batch:
 
 
 class Loader:
-    """One batch per step, of documents of similar length.
+    """A data loader: each batch has documents of similar length.
 
     Each pass gives the same batches, made one at a time.
     """

@@ -54,7 +54,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class RunData:
-    """One run, as a report shows it."""
+    """A run, as a report shows it."""
 
     title: str
     about: tuple[tuple[str, str], ...]  # who ran it, where and when: names and values

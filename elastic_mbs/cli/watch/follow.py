@@ -17,7 +17,7 @@ EVENTS, POINTS = 8, 400  # how many of the last events and figures are kept
 
 @dataclass
 class State:
-    """One run so far."""
+    """A run so far."""
 
     header: Mapping[str, Any] = field(default_factory=dict)  # empty where the log has none
     calls: int = 0  # that finished

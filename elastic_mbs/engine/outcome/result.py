@@ -189,7 +189,7 @@ def add_to(stats: Stats, result: StepResult, samples: int, *, training: bool) ->
 
 
 class StoredOutput:
-    """One piece's outputs, detached, and on their way to the host where that was asked for.
+    """Outputs of a piece, detached. On request they are copied to the host.
 
     Storing does not wait for the copy, `get` does.
     """

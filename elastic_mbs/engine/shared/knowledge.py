@@ -47,12 +47,12 @@ class LossProfile:
 
     @property
     def mixes(self) -> bool:
-        """Whether a sample's contribution can depend on the piece that it is in."""
+        """True if a sample's contribution can depend on the piece that it is in."""
         return self.draws or self.changes_buffers or self.normalises_batch
 
     @property
     def settled(self) -> bool:
-        """Whether a backward needs neither a census nor isolation."""
+        """True if a backward needs neither a census nor isolation."""
         return bool(self.census_taken and self.commits and not (self.extra_leaves or self.custom))
 
     def learn_census(self, *, normalises_batch: bool) -> None:
