@@ -34,7 +34,7 @@ def main() -> None:
     with MemoryBudget(BUDGET), ElasticMBS(encoder) as mbs:  # the budget stands in for a small GPU
         for _ in range(STEPS):
             # was: contrast(embed(batch)).backward()
-            result = mbs.backward(embed, batch, loss=contrast)
+            result = mbs.backward_embeddings(embed, contrast, batch)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(result))
