@@ -13,8 +13,8 @@ PIP := -m pip --quiet --quiet --disable-pip-version-check
 NEWER_PIP := --upgrade "pip>=25.1"
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test quick coverage test-injected frameworks lint format stress montecarlo simcuda docs \
-	dist wheel-test clean
+.PHONY: demo test quick coverage test-injected frameworks lint format stress montecarlo simcuda \
+	docs dist wheel-test clean
 
 demo: .venv/installed
 	@$(BIN)/python -m elastic_mbs demo
@@ -22,8 +22,8 @@ demo: .venv/installed
 test: .venv/installed
 	@$(BIN)/python -m pytest --quiet --numprocesses=auto
 
-# The rooms that know nothing of the engine, and the promises that a change breaks first: less than a
-# minute on two cores.
+# The rooms that know nothing of the engine, and the promises that a change breaks first: less than
+# a minute on two cores.
 QUICK := tests/batch tests/controller tests/memory tests/sinks \
 	$(addprefix tests/promises/test_,exact.py once.py whole.py)
 
@@ -48,7 +48,8 @@ test-injected: .venv/installed
 frameworks: .venv-frameworks/installed
 	@OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest --quiet tests/integrations
 
-# Every scenario on counted tensors with few steps, and some under each limit that the machine itself can set.
+# Every scenario on counted tensors with few steps, and some under each limit that the machine
+# itself can set.
 stress: .venv/installed
 	@$(BIN)/python -m stress --quick
 

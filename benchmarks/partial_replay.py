@@ -1,8 +1,8 @@
 """Measure the worth of replaying only the missing part of a backward.
 
-A failure in backward can strike after some leaves have committed. The engine then replays the
-failed piece for the other leaves alone (`backward(inputs=…)`). The alternative restarts the batch.
-It loses the pieces that had committed, and the gradients that the failed piece had committed.
+A failure in backward can strike after some leaves have committed. The engine then starts the batch
+over. It loses the pieces that had committed, and the gradients that the failed piece had committed.
+A replay for the other leaves alone (`backward(inputs=…)`) would keep both.
 
 Each run trains a small model for 200 steps under a `MemoryBudget`. A co-tenant comes at step 60 and
 leaves at step 140, between two steps or at a random operation of step 60. Its visit lowers the
@@ -18,10 +18,15 @@ The last command leaves out most of the steps in which nothing happens; its loss
 200 steps all the same.
 
 It needs transformers for six of the models. Losses are in batches: the samples of the pieces before
-the failed one, and the part of the failed piece's work that a replay for the missing leaves saves
-(`_Savings`). Their sum, divided by the 200 batches of the run, is the fraction of time that
-restarts would cost. A run with such a failure is made again with a trainer's own `backward=`, for
-which the engine does restart the batch: both counts of computed samples are in the result.
+the failed one, and the part of the failed piece's work that a replay for the missing leaves would
+save (`_Savings`). Their sum, divided by the 200 batches of the run, is the fraction of time that
+restarts cost. It is an upper bound: a batch that starts over can fail again, and with dropout or
+BatchNorm a replay in part is not exact.
+
+The result in benchmarks/results was measured with an earlier engine, which replayed in part. Each
+run with such a failure was made a second time with restarts, and the result has both counts of
+computed samples. The present engine computes as many as the second.
+docs/internals/autograd.md, "Partial replay", has the conclusion.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.partial_replay_models import MODELS, Subject
-from elastic_mbs import ElasticMBS, GradientOptions, MemoryOptions, Policy
+from elastic_mbs import ElasticMBS, MemoryOptions, Policy
 from elastic_mbs.errors import ElasticMBSError
 from elastic_mbs.events import Event, OutOfMemory
 from elastic_mbs.memory import MemoryBudget
@@ -65,7 +70,7 @@ RESULT = Path(__file__).parent / "results" / "partial_replay.json"
 
 @dataclass
 class Failure:
-    """An out-of-memory error, with the batches that a restart instead of its replay would lose."""
+    """An out-of-memory error, with the batches that its restart loses against a replay in part."""
 
     step: int
     phase: str
@@ -87,18 +92,17 @@ class Run:
     failures: list[Failure] = field(default_factory=list)
     steps: int = 0
     computed: int = 0
-    computed_with_restarts: int | None = None
     cpu_seconds: float = 0.0
     ended_by: str = ""
 
     @property
-    def in_part(self) -> list[Failure]:
-        """Failures that are replayed in part."""
-        return [each for each in self.failures if each.committed and each.mode == "piece"]
+    def restarts(self) -> list[Failure]:
+        """Failures after a first commit, which start the batch over."""
+        return [each for each in self.failures if each.committed and each.mode == "step"]
 
     @property
     def lost(self) -> float:
-        """Fraction of the run's work that restarts would lose."""
+        """Fraction of the run's work that restarts lose."""
         return sum(each.lost for each in self.failures) / STEPS
 
 
@@ -201,13 +205,9 @@ class Bench:
             free = int(fraction * (self.need - self.static))
             run = Run(fraction, "activations", arrival, self.static + free)
             self._train(run)
-        if run.in_part:
-            again = Run(fraction, run.of, arrival, run.limit)
-            self._train(again, GradientOptions(backward=lambda loss: loss.backward()))
-            run.computed_with_restarts = again.computed
         return run
 
-    def _train(self, run: Run, gradients: GradientOptions | None = None) -> None:
+    def _train(self, run: Run) -> None:
         subject, optimizer = self._fresh()
 
         def loss_fn(piece: Any) -> Tensor:
@@ -226,7 +226,6 @@ class Bench:
             ElasticMBS(
                 subject.model,
                 policy=Policy(seed=0),
-                gradients=gradients,
                 memory=options,
                 on_event=[listen],
             ) as mbs,
@@ -266,7 +265,7 @@ class Bench:
 
     def _lost(self, failure: Failure) -> float:
         """Return the batches lost. It times work, which must not run under the budget."""
-        if not failure.committed or failure.mode != "piece":
+        if not failure.committed or failure.mode != "step":
             return 0.0
         piece = (failure.stop - failure.start) * self.savings.of(failure.committed)
         return (failure.start + piece) / self.samples
@@ -296,26 +295,20 @@ def _needs(subject: Subject, optimizer: torch.optim.Optimizer) -> tuple[int, int
 
 HEADER = (
     "| model | stays | runs of need/activations | OOMs | in backward | after a commit "
-    "| of these: part / batch | lost, mean | lost, worst run | samples: part / restart |"
+    "| lost, mean | lost, worst run |"
 )
 
 
 def row(result: Result) -> str:
     """Return a model's line of the table."""
     runs, failures = result.runs, [each for run in result.runs for each in run.failures]
-    partial = [each for run in runs for each in run.in_part]
-    late = [each for each in failures if each.committed]
+    late = [each for run in runs for each in run.restarts]
     of_need = sum(run.of == "need" for run in runs)
     backward = sum(each.phase == "backward" for each in failures)
-    again = [run for run in runs if run.computed_with_restarts is not None]
-    both = f"{sum(run.computed for run in again)} / " + str(
-        sum(run.computed_with_restarts or 0 for run in again)
-    )
     return (
         f"| {result.model} | {result.static / result.need:.0%} | {of_need}/{len(runs) - of_need} "
-        f"| {len(failures)} | {backward} | {len(late)} | {len(partial)} / "
-        f"{len(late) - len(partial)} | {mean(run.lost for run in runs):.4%} "
-        f"| {max(run.lost for run in runs):.4%} | {both} |"
+        f"| {len(failures)} | {backward} | {len(late)} "
+        f"| {mean(run.lost for run in runs):.4%} | {max(run.lost for run in runs):.4%} |"
     )
 
 
@@ -331,11 +324,8 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
             "runs": len(runs),
             "ended early": sum(bool(run.ended_by) for run in runs),
             "failures": sum(len(run.failures) for run in runs),
-            "after a first commit": sum(
-                each.committed > 0 for run in runs for each in run.failures
-            ),
-            "replayed in part": sum(len(run.in_part) for run in runs),
-            "runs with one": sum(bool(run.in_part) for run in runs),
+            "after a first commit": sum(len(run.restarts) for run in runs),
+            "runs with one": sum(bool(run.restarts) for run in runs),
             "lost, mean": mean(losses),
             "lost, worst": max(losses),
             "lost, total in batches": sum(losses) * STEPS,

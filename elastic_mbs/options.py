@@ -89,9 +89,11 @@ class RecoveryOptions(_Group):
     """Options of recovery from an out-of-memory error.
 
     Attributes:
-        replay: "auto", or "isolate" to keep each piece's gradients apart until it has succeeded
-            (one extra copy of the gradients): for steps whose samples depend on each other in ways
-            torch cannot show, such as MoE capacity.
+        replay: "auto" starts the batch over after a piece that has failed in the middle of its
+            backward. "isolate" keeps each piece's gradients apart until it has succeeded (one extra
+            copy of the gradients), so that piece alone runs again. With "isolate" the pieces of
+            both passes of `backward_embeddings` are the same, for an `embed_fn` whose samples
+            depend on each other in ways that torch cannot show, such as MoE capacity.
         generators: random generators of the user's (torch, random, numpy) that a step draws from,
             to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
@@ -131,10 +133,10 @@ class MemoryOptions(_Group):
     Attributes:
         device: where pieces are moved: "auto" is the model's device, None leaves them where they
             are.
-        prefetch: on an accelerator the next piece of a batch in pinned memory (`DataLoader(pin_memory=True)`)
-            is copied to the device while this one computes, for the memory of one more piece's
-            input. "pin" pins each piece of a batch that is not; False loads each piece when its
-            turn comes.
+        prefetch: on an accelerator the next piece of a batch in pinned memory
+            (`DataLoader(pin_memory=True)`) is copied to the device while this one computes, for the
+            memory of one more piece's input. "pin" pins each piece of a batch that is not; False
+            loads each piece when its turn comes.
         sensor: a `MemorySensor` in place of the device's own; one that is also a `UsageMeter`
             replaces the device's meter, too.
         monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the

@@ -13,7 +13,7 @@ It is pure: the clock, the random numbers and the memory readings are handed to 
            └ the largest size that fits in what is left, or half
 ```
 
-Where to find it: `out_of_memory` shrinks; at the end of a call, `_end_clean` may grow, `_end_failed`
+Where to find it: `out_of_memory` shrinks. At the end of a call `_end_clean` may grow, `_end_failed`
 may go back to a larger size, and `_end_thrashing` may shrink. Shrinking needs no evidence but the
 failure. Growing needs all of it: `growth.is_due` says when, `growth.next_size` how far.
 

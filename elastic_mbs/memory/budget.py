@@ -1,11 +1,12 @@
 """A limit on the bytes of live tensors: a device that runs out of memory, without the device.
 
 ```
-            operation ──► __torch_dispatch__ ──► the operation itself ──► outputs
-                             │ inputs not known yet                        │ storages not known yet,
-                             or grown ▼                                             ▼
-                         counted                                       counted ──► above the limit?
-                         drop the outputs, raise
+   operation ──► __torch_dispatch__ ──► the operation itself ──► outputs
+                     │ inputs that are not known yet               │ storages that are not known
+                     │                                             │ yet, or have grown
+                     ▼                                             ▼
+                  counted                                       counted ──► above the limit?
+                                                                            drop the outputs, raise
    a storage dies ──► its weak reference goes on a queue ──► settled before anyone reads the count
 ```
 

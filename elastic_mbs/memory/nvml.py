@@ -4,12 +4,11 @@ A device is found by UUID because CUDA and NVML number them differently (CUDA or
 CUDA_VISIBLE_DEVICES hides and reorders).
 
 ```
-   absent ◄── no library, no driver, device unknown ── first try ──► answering ◄──────────────┐
-      │ asked again every ten seconds                                   │ any error            │ it
-      answers again ▼                                                                 ▼
-      │
-   as at the first try                                               lost: reference given back,
-   asked again every ten seconds
+   absent ◄── no library, no driver, device unknown ── first try ──► answering ◄───────────┐
+      │ asked again every ten seconds                                    │ any error        │
+      ▼                                                                  ▼                  │
+   as at the first try                       lost: reference given back, asked again        │
+                                             every ten seconds ── it answers again ─────────┘
 ```
 
 A device that NVML never knew can be read by other means. One that it *lost* is in doubt, and so are

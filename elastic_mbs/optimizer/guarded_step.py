@@ -2,12 +2,18 @@
 
 The tensors that the step changes are copied first. Then it is tried in three ways:
 
-    as it is  ──OOM──►  rolled back; caches released, copies on the host  ──OOM──►  rolled back; one
-    parameter at a time  ──OOM──►  error
+    as it is
+       │ OOM, rolled back
+       ▼
+    with the caches released and the copies on the host
+       │ OOM, rolled back
+       ▼
+    one parameter at a time ──OOM──► error
 
 The copies make it exact. A step that failed half-way has changed some values and not others, so
 neither going on nor starting over from there is right
-(docs/internals/autograd.md#the-optimizers-step). A fused step whose state exists allocates nothing and needs no copies.
+(docs/internals/autograd.md#the-optimizers-step). A fused step whose state exists allocates nothing
+and needs no copies.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 runs your test suite under out-of-memory errors:
 
 ```python
-pytest_plugins = ["elastic_mbs.testing"]    # in the conftest.py at its top; or on the command line:
-pytest -p elastic_mbs.testing
+pytest_plugins = ["elastic_mbs.testing"]    # in the conftest.py at its top,
+                                            # or on the command line: pytest -p elastic_mbs.testing
 ```
 
 - `--oom-injection=never` (the default): nothing is installed, nothing is slower.

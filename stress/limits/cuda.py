@@ -32,8 +32,8 @@ class CudaLimit(MemoryLimit):
     """The limit of a CUDA device.
 
     ```
-        total ─┬─ outside    not to be had: others', and left out of the capacity; held by the
-        neighbour process
+        total ─┬─ outside    not to be had: of others, or beyond the capacity; held by the
+               │             neighbour process
                ├─ held       the co-tenant's; held by the neighbour process, too
                └─ ours       reserved by torch's allocator, at most capacity less held
     ```

@@ -1,5 +1,6 @@
 """README and docs: their Python runs, their links exist, and every error has its entry."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -103,6 +104,28 @@ def test_every_page_that_code_refers_to_has_the_section() -> None:
         if not (ROOT / page).exists() or (anchor and anchor not in anchors(ROOT / page))
     ]
     assert broken == []
+
+
+def told(node: ast.AST) -> str:
+    """Return the text of a string in code, with "…" for each value that is put into it."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(told, node.values))
+    text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
+    return re.sub(r"\{[^{}]*\}", "…", text)
+
+
+def test_the_quoted_texts_of_refused_replays_are_those_of_the_code() -> None:
+    texts = {
+        told(node)
+        for source in (ROOT / "elastic_mbs").rglob("*.py")
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.JoinedStr | ast.Constant)
+    }
+    page = TEXTS[ROOT / "docs" / "troubleshooting.md"]
+    section = page.partition("### ReplayUnsafeError")[2].partition("\n### ")[0]
+    quoted = [" ".join(text.split()) for text in re.findall(r'^- "([^"]+)"', section, re.MULTILINE)]
+    assert len(quoted) >= 8
+    assert [quote for quote in quoted if not any(quote in text for text in texts)] == []
 
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:

@@ -8,16 +8,16 @@ CUDA tensors.
 Simulated is device memory, which is host memory. A file that all processes share (`SIMCUDA_FILE`)
 has each one's share of each device, and the driver and NVML answer from it. An operation is done at
 once; the device's time for it (`SIMCUDA_LAG_US`) moves only the moment at which streams and events
-are ready. Copies to and from pinned memory arrive when the order of streams and
-events demands it, and not before.
+are ready. Copies to and from pinned memory arrive when the order of streams and events demands it,
+and not before.
 
-Missing are speed, the device's own kernels (an operation that has none for the CPU is an
-error, which names the kernel; `SIMCUDA_LENIENT=1` lets it pass without computing anything), cuDNN
-and the fused attentions, CUDA graphs, memory shared between processes, NCCL.
+Missing are speed, the device's own kernels (an operation that has none for the CPU is an error,
+which names the kernel; `SIMCUDA_LENIENT=1` lets it pass without computing anything), cuDNN and the
+fused attentions, CUDA graphs, memory shared between processes, NCCL.
 
-Everything has to be in place when a process starts: `environment()` has the variables. `stress
---kind simcuda`, `pytest --simcuda` and `tools/gpu_check --simcuda` start themselves again under
-them; `control.Simulation` makes faults happen in such a process.
+Everything has to be in place when a process starts: `environment()` has the variables.
+`stress --kind simcuda`, `pytest --simcuda` and `tools/gpu_check --simcuda` start themselves again
+under them; `control.Simulation` makes faults happen in such a process.
 
     variable          meaning                                                         default
     SIMCUDA_DEVICES   devices, at most 4                                              1
