@@ -219,7 +219,7 @@ class Accelerator:
         )
 
     # ------------------------------------------------------------------ memory
-    # Each raises RuntimeError where the device is lost, as UnsupportedError where it does not tell.
+    # A lost device raises RuntimeError. A missing figure raises UnsupportedError, which is one, too.
 
     def memory_info(self) -> tuple[int, int]:
         """Return the free and the total bytes of the device, other processes counted."""

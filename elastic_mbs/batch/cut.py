@@ -1,4 +1,6 @@
-"""Readings of a batch where shapes and types do not tell: the values of `dims=`.
+"""The words of `dims=`, by which the user says how a value is cut where its shape does not tell.
+
+The cutting itself is in `elastic_mbs.batch.layout`.
 
 Each function returns a dict from a name, a dotted path or an index to a reading; `|` joins them
 with each other and with plain dimensions: `dims={"position_ids": 1} | cut.whole("mask")`.

@@ -57,8 +57,8 @@ class Margin:
 def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> bool:
     """Return True after enough clean calls at this size.
 
-    Enough are `patience` calls; or one call and the jitter, where a larger size is proven or was
-    measured.
+    `patience` calls are enough. If a larger size is already proven or measured, one call plus the
+    jitter is.
     """
     if not policy.grow:
         return False

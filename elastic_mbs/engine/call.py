@@ -1,7 +1,7 @@
 """The state machine of one call: pieces → forward → backward → commit, or recover → replay.
 
 A `Call` is the work on one batch: an iterator over attempts, each begun, run backward and ended by
-its `MicroBatch`. All doors run exactly this loop. Recovery runs in `__next__`, outside of any
+its `MicroBatch`. All ways in run exactly this loop. Recovery runs in `__next__`, outside of any
 `except` block: an exception that is still handled keeps the tensors of its frames alive. This
 module alone moves `phase`; `Phase` draws the moves.
 """

@@ -8,8 +8,8 @@ A piece's life here:
     commit     the contribution counts; the ledger notes the gradients
     restart    all contributions of the call are dropped; the batch runs from its start
 
-Leaves whose `.grad` was not empty when the call began need isolation: their part of before could
-not be told from the call's. Source: docs/internals/autograd.md, "Gradients".
+Leaves whose `.grad` was not empty when the call began need isolation: afterwards their old part
+could not be separated from the call's contribution. Source: docs/internals/autograd.md, "Gradients".
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ fault_injector: Any = None
 It is read through the module, because a test sets it.
 """
 
-Hook = AbstractContextManager[object]  # its end can be repeated, and come without a beginning
+Hook = AbstractContextManager[object]  # `__exit__` can run twice, or without `__enter__`
 
 
 class _Injector:

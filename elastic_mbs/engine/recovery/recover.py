@@ -76,7 +76,7 @@ def facts_of(parts: CallParts, failure: Failure, now: Pass) -> Facts:
         streams_lost=parts.snapshot.piece_is_lost(first=not committed),
         before_backward=not failure.phase.after_forward,
         synchronous=failure.verdict.synchronous,
-        others_committed=committed and now.training,
+        earlier_committed=committed and now.training,
         bound=now.bound,
         isolated=parts.gradients.isolation is not None,
         commits=failure.commits,

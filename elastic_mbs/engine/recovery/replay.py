@@ -40,7 +40,7 @@ class Facts:
         streams_lost: it is not known where the random streams stood at the piece's start.
         before_backward: it failed while loading or in its forward.
         synchronous: the error belongs to the operation that raised it.
-        others_committed: earlier pieces have committed gradients.
+        earlier_committed: earlier pieces have committed gradients.
         bound: smaller pieces would not be the pieces of the pass before.
         isolated: gradients were set aside for its backward.
         commits: how many commits it had made.
@@ -55,7 +55,7 @@ class Facts:
     streams_lost: bool
     before_backward: bool
     synchronous: bool
-    others_committed: bool
+    earlier_committed: bool
     bound: bool
     isolated: bool
     commits: int
@@ -95,7 +95,7 @@ _RULES: tuple[tuple[Callable[[Facts], object], Replay], ...] = (
         _step("random numbers were drawn from streams that were not read at the piece's start"),
     ),
     (
-        lambda facts: facts.before_backward and not facts.synchronous and facts.others_committed,
+        lambda facts: facts.before_backward and not facts.synchronous and facts.earlier_committed,
         _step("the error can belong to an earlier operation"),
     ),
     (
