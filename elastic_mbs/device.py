@@ -219,7 +219,7 @@ class Accelerator:
         )
 
     # ------------------------------------------------------------------ memory
-    # A lost device raises RuntimeError. A missing figure raises UnsupportedError, which is one, too.
+    # A lost device raises RuntimeError. A missing figure raises UnsupportedError, a kind of it.
 
     def memory_info(self) -> tuple[int, int]:
         """Return the free and the total bytes of the device, other processes counted."""

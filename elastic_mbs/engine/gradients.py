@@ -9,7 +9,9 @@ A piece's life here:
     restart    all contributions of the call are dropped; the batch runs from its start
 
 Leaves whose `.grad` was not empty when the call began need isolation: afterwards their old part
-could not be separated from the call's contribution. Source: docs/internals/autograd.md, "Gradients".
+could not be separated from the call's contribution.
+
+Source: docs/internals/autograd.md#partial-commits and #isolation.
 """
 
 from __future__ import annotations

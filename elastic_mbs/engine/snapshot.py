@@ -2,7 +2,7 @@
 
 It is taken all or nothing, at the start of a call and at the start of each piece, and put back by
 `restore` and `restore_piece`. Calls, `verify` and the two passes of a loss over embeddings use it.
-Source: docs/internals/autograd.md, "State that a failed attempt leaves behind".
+Source: docs/internals/autograd.md#state-of-a-failed-attempt.
 """
 
 from __future__ import annotations
