@@ -134,7 +134,7 @@ def test_operations_that_differ_by_size_take_no_more_than_predicted() -> None:
 def test_isolated_gradients_are_counted_twice() -> None:
     subject = gpt(8)
     gradients = sum(leaf.nbytes for leaf in subject[0].parameters())
-    # counted by a budget: the resident memory of a process changes between the plans
+    # The host's meter reads the whole process, which grows between plans; a budget counts exactly.
     with MemoryBudget(GREAT, track=[subject[0], *subject[2]]):
         usual, isolated, wide = (
             plan_of(subject, **options)[1]
