@@ -46,8 +46,8 @@ class _Injector:
 
     def __enter__(self) -> None:
         if fault_injector is not None:
-            # After a failure an injected one could be one too many.
-            ready = self._progress.failures_in_row == 0
+            # Before a failed piece has committed, an injected error could be one too many for it.
+            ready = self._progress.recovered
             modules = self._resources.model.modules
             fault_injector.begin(self._progress, modules, ready=ready)
             self._running = fault_injector

@@ -27,6 +27,7 @@ class Progress:
     failures_in_row = 0
     restarts = 0
     replayed_samples = 0
+    _failed_at: int | None = None  # first sample of the latest failed piece, until it commits
     _tried_masked = False  # an error that is perhaps a hidden out-of-memory was tried once
 
     def __init__(self, schedule: Schedule, size: int) -> None:
@@ -40,8 +41,13 @@ class Progress:
         return not self.committed and not self.failures
 
     @property
+    def recovered(self) -> bool:
+        """Whether every piece that has failed has committed since."""
+        return self._failed_at is None
+
+    @property
     def has_others(self) -> bool:
-        """Whether the piece that has just committed is not the only one of the batch."""
+        """Whether the batch has pieces beside the one that has just committed."""
         return len(self.committed) > 1 or bool(self.schedule)
 
     def missing(self, begun: list[Range]) -> str:
@@ -62,6 +68,9 @@ class Progress:
         self.committed.append(attempt)
         attempt.succeed()
         self.failures_in_row = 0
+        piece, failed_at = attempt.piece, self._failed_at
+        if failed_at is not None and piece.start <= failed_at < piece.stop:
+            self._failed_at = None
 
     def in_order(self) -> list[Attempt]:
         """Return the committed attempts in the batch's order."""
@@ -69,10 +78,11 @@ class Progress:
 
     # ------------------------------------------------------------------ after a failure
 
-    def fail(self) -> None:
-        """Count a failed attempt."""
+    def fail(self, piece: Range) -> None:
+        """Count a failed attempt at `piece`."""
         self.failures += 1
         self.failures_in_row += 1
+        self._failed_at = piece.start
 
     def try_masked(self) -> bool:
         """Return True once in a call: one error that is perhaps out-of-memory is tried again."""

@@ -187,9 +187,6 @@ class Layer:
     # a sample's result depends neither on the others in its piece nor on chance
     separable: bool = True
     half: bool = False  # runs in bfloat16
-    # Samples depend on each other in a way that torch does not show, which asks for
-    # replay="isolate".
-    hidden_mixing: bool = False
     shared: bool = False  # one instance serves all layers of a network
 
 
@@ -230,9 +227,7 @@ LAYERS: dict[str, Layer] = {
     "spectral": Layer(lambda d: parametrizations.spectral_norm(nn.Linear(d, d)), separable=False),
     "running": Layer(_Running, separable=False),
     "host mask": Layer(lambda d: Made(_masked, inner=nn.Linear(d, d)), separable=False),
-    "contrast": Layer(
-        lambda d: Made(_contrast, inner=nn.Linear(d, d)), separable=False, hidden_mixing=True
-    ),
+    "contrast": Layer(lambda d: Made(_contrast, inner=nn.Linear(d, d)), separable=False),
 }
 
 

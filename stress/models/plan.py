@@ -185,7 +185,7 @@ def draw(seed: int) -> Plan:
     half = maybe(0.06)
     names = [name for name, layer in LAYERS.items() if layer.half or not half]
     layers = tuple(rng.choices(names, k=rng.choice((0, 1, 1, 2, 2, 3, 4))))
-    isolate = maybe(0.15) or any(LAYERS[name].hidden_mixing for name in layers)
+    isolate = maybe(0.15)
     batch_statistics = "batchnorm" in layers
     samples = min(40, 1 + int(rng.expovariate(1 / 8)))
     align = rng.choice((1, 1, 1, 1, 2, 3, 4))
@@ -279,7 +279,7 @@ def _branched(plan: Plan, rng: random.Random) -> Plan:
     plan = replace(
         plan,
         size=max(plan.size, 2 * unit),
-        replay=plan.replay if any(LAYERS[name].hidden_mixing for name in layers) else "auto",
+        replay="auto",
     )
     return (
         replace(plan, limits=(), moves=(), faults=(*plan.faults[:1], *late))

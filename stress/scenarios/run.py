@@ -24,7 +24,7 @@ from ..models.subject import Subject, one_line
 from ..record import Needs, Run, Step
 from .catalogue import Order
 from .measure import longest_batch, measure
-from .reference import Curve, compare, within_rounding
+from .reference import Curve, compare
 from .scripts import Room, margin_of
 from .train import Session
 
@@ -130,22 +130,9 @@ def _compare(order: Order, curve: Curve, record: Run) -> None:
     The way out is for differences that random numbers do not explain.
     """
     try:
-        record.differences = found = compare(
-            order, curve, [step.partition for step in record.steps]
-        )
+        record.differences = compare(order, curve, [step.partition for step in record.steps])
     except (Exception, SystemExit) as error:
         record.complaints.append(
             f"the run without limits, which it is compared with, has failed: {one_line(error)}"
         )
         return
-    if (
-        not within_rounding(found)
-        and found.whole_loss is None
-        and "replay" not in make(order.model, order.seed, order.device).options
-    ):
-        record.complaints.append(
-            "its gradient depends on how a batch is split: if that is not for random numbers or "
-            "BatchNorm, its samples depend on each other inside a "
-            'piece, which takes the option {"replay": "isolate"} (a dict as the factory\'s last '
-            "entry)"
-        )

@@ -30,7 +30,7 @@ def test_the_bar_shows_what_the_runtime_knows_when_it_is_drawn() -> None:
     assert [line[line.index("epoch") :] for line in seen] == [
         "epoch=2, micro-batch 8, 0 OOMs, 8.0 MiB free]",
         "epoch=2, micro-batch 4, 1 OOM, 8.0 MiB free]",
-        "epoch=2, micro-batch 8, 1 OOM, 8.0 MiB free]",
+        "epoch=2, micro-batch 4, 1 OOM, 8.0 MiB free]",
     ]
     assert "3/3" in shown.getvalue()
 

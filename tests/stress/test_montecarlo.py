@@ -69,7 +69,6 @@ def test_what_is_no_case_is_refused_in_one_line(
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_trains_exactly_with_and_without_faults(name: str) -> None:
-    replay = "isolate" if LAYERS[name].hidden_mixing else "auto"
     size = 2 if name == "batchnorm" else 1
     plan = Plan(
         seed=1,
@@ -78,7 +77,6 @@ def test_every_layer_trains_exactly_with_and_without_faults(name: str) -> None:
         length=2,
         size=3,
         minimum=size,
-        replay=replay,
         evaluate=True,
         guarded=True,
     )

@@ -7,13 +7,12 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from elastic_mbs.batch.schedule import Schedule
+from elastic_mbs.engine.gradients import CallGradients, Left
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
 from stress.limits import available
@@ -138,24 +137,20 @@ def test_a_scenario_holds_in_processes_of_its_own(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["a sample is lost", "masks are not put back", "statistics are not put back"]
+    "fault", ["commits are counted twice", "masks are not put back", "statistics are not put back"]
 )
 def test_a_scenario_fails_where_the_engine_is_wrong(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    push = Schedule.push
-
-    def lose(self: Schedule, failed: Any) -> None:
-        failed.stop -= 1
-        push(self, failed)
-
-    if fault == "a sample is lost":
-        monkeypatch.setattr(Schedule, "push", lose)
+    if fault == "commits are counted twice":
+        monkeypatch.setattr(CallGradients, "left_by", lambda self, attempt, **how: Left())
     elif fault == "masks are not put back":
         monkeypatch.setattr(RandomStreams, "restore", lambda self, state: None)
     else:
         monkeypatch.setattr(BufferCopies, "restore", lambda self, *, to_call_start: None)
-    name, model = ("sawtooth", "wide") if fault == "a sample is lost" else ("random_walk", "cnn")
+    name, model = (
+        ("sawtooth", "wide") if fault == "commits are counted twice" else ("random_walk", "cnn")
+    )
     (run,) = perform(Order(name, "budget", model, 0, 12), lambda step: None)
     assert not run.passed
     assert any("from training on the same pieces" in complaint for complaint in run.complaints)

@@ -150,9 +150,7 @@ def test_a_wrong_gradient_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_size_that_does_not_come_back_with_the_memory_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        Controller, "_end_clean", lambda self, track, elements, epoch, capacity: None
-    )
+    monkeypatch.setattr(Controller, "_end_clean", lambda self, track, call, capacity: None)
     monkeypatch.setattr("stress.endurance.soak.BACK_SECONDS", 0.0)
     with pytest.raises(
         WrongOutcomeError, match="memory for the whole batch again, but after 40 calls"

@@ -301,17 +301,9 @@ def test_a_generator_of_its_own_has_to_be_named_and_then_is_put_back(
     assert "2 of 2 passed" in capsys.readouterr().out
 
 
-def test_samples_that_depend_on_each_other_are_told_the_option(
-    write: Write,
-) -> None:
+def test_samples_that_depend_on_each_other_are_exact_piece_by_piece(write: Write) -> None:
     loss = "lambda b: m(b[0]).mean().square()"
-    found = perform_one("eval_between", write(returning(loss=loss)), 16)
-    assert any('{"replay": "isolate"}' in complaint for complaint in found.complaints)
-    assert perform_one(
-        "eval_between",
-        write(returning(loss=loss, more=", {'replay': 'isolate'}"), "isolated.py"),
-        16,
-    ).passed
+    assert perform_one("eval_between", write(returning(loss=loss)), 16).passed
 
 
 def test_a_curve_apart_by_rounding_passes_and_a_lost_sample_fails(

@@ -43,7 +43,7 @@ def recover(parts: CallParts, failure: Failure, now: Pass) -> tuple[Mode, bool]:
     parts.gradients.unsettle()
     if failure.phase is Phase.BACKWARD:
         parts.gradients.clear_backward()
-    progress.fail()
+    progress.fail(failure.piece)
     _check_device(parts, failure)
     parts.loader.stop()
     capacity = resources.capacity() if resources.monitor.renew() else None
