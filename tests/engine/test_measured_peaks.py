@@ -42,7 +42,7 @@ class Elsewhere:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, torch.device)
 
-    __hash__ = None  # type: ignore[assignment]  # nobody hashes it
+    __hash__ = object.__hash__  # accelerators are kept by their devices
 
 
 class Caching:
