@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch.optim import Optimizer
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.engine.call import Call, one_pass
+from elastic_mbs.engine.call import Call
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, stored_bytes
 from elastic_mbs.engine.parts import Batch, CallParts
+from elastic_mbs.engine.passes import OnePass
 from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import running_call
@@ -79,6 +81,7 @@ class Calls:
         """End an unfinished batch, stop all watching, and write out what sinks hold."""
         if self.current is not None and not self.current.finished:
             self.current.abort(IncompleteBatchError("closed in the middle of a batch"))
+        self.current = None
         resources = self._resources
         resources.monitor.stop()
         self._steps.stop()
@@ -93,10 +96,10 @@ class Calls:
     def check_complete(self) -> None:
         """Raise an `IncompleteBatchError` for a loop that was left early."""
         call = self.current
-        if call is not None and not call.finished and not call.inside:
-            error = call.left_early()
-            call.abort(error)
-            raise error
+        if call is not None and not call.inside:
+            self.current = None  # it holds the batch
+            if not call.finished:
+                call.leave_early()
 
     @property
     def total(self) -> Any:
@@ -117,7 +120,7 @@ class Calls:
         name, identity = names_of(loss_fn)
         view, counts = self._read(batch, name, (args, kwargs))
         call = self._begin(Batch(view, counts, name, identity))
-        with call:
+        with self._running(call):
             call.run(loss_fn, args, kwargs)
         return self._finish(call)
 
@@ -136,7 +139,7 @@ class Calls:
             return passes[0]
 
         self.current = call = Call(self._resources, self._knowledge, work, made)
-        with call:
+        with self._running(call):
             call.run(passes[0].embed(embed_fn))
         return self._finish(call)
 
@@ -144,7 +147,7 @@ class Calls:
         """Return the loop over the pieces. See `ElasticMBS.micro_batches`."""
         view, counts = self._read(batch, name)
         call = self._begin(Batch(view, counts, name, name, own_graph=own_graph))
-        return loop(call, self._finish)
+        return loop(call, self._ended)
 
     def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace) -> Any:
         """Run `fn` on every piece and join its outputs. See `ElasticMBS.evaluate`."""
@@ -152,7 +155,7 @@ class Calls:
         view, counts = self._read(batch, name, counted=False)
         work = Batch(view, counts, name, identity, training=False)
         call = self._begin(work, outputs)
-        with call, torch.no_grad():
+        with self._running(call), torch.no_grad():
             call.run(fn)
         return self._finish(call).outputs
 
@@ -171,8 +174,8 @@ class Calls:
     def _begin(self, batch: Batch, outputs: OutputPlace = None) -> Call:
         """Begin a call with one pass over its batch."""
         place = self._resources.settings.outputs if batch.training else outputs
-        passes = one_pass(training=batch.training, outputs=place)
-        self.current = Call(self._resources, self._knowledge, batch, passes)
+        one_pass = OnePass(training=batch.training, outputs=place)
+        self.current = Call(self._resources, self._knowledge, batch, lambda parts: one_pass)
         return self.current
 
     def _read(
@@ -192,12 +195,29 @@ class Calls:
         read = partial(self._batches.read, batch, name, given, training=counted)
         return resources.retry("look at the batch and count the loss terms", read)
 
+    @contextmanager
+    def _running(self, call: Call) -> Iterator[None]:
+        """End a call in which an error has struck, and let go of its batch."""
+        try:
+            with call:
+                yield
+        finally:
+            if self.current is call and call.finished:
+                self.current = None
+
+    def _ended(self, call: Call) -> None:
+        """Keep the result of a loop that has ended, or let go of its batch."""
+        if call.result is not None:
+            self._finish(call)
+        elif self.current is call:
+            self.current = None
+
     def _finish(self, call: Call) -> StepResult:
         """Keep the result of a call that is done, and tell those who listen."""
         result = call.result
         assert result is not None
         if self.current is call:
-            self.current = None  # it holds the batch
+            self.current = None
         parts, training = call.parts, call.parts.batch.training
         add_to(self.stats, result, parts.batch.view.length, training=training)
         self.stats.graphs += parts.report.graphs()

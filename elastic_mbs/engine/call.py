@@ -9,7 +9,7 @@ module alone moves `phase`; `Phase` draws the moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -17,7 +17,7 @@ from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.attempt import Attempt, Failure, Phase
 from elastic_mbs.engine.outcome.result import StepResult, check_not_overwritten
 from elastic_mbs.engine.parts import Batch, CallParts, parts_of
-from elastic_mbs.engine.passes import OnePass, Passes
+from elastic_mbs.engine.passes import Passes
 from elastic_mbs.engine.recovery.failure import failure_of
 from elastic_mbs.engine.recovery.floor import Floor
 from elastic_mbs.engine.recovery.recover import call_on_fatal, check_cap, recover, unwind
@@ -34,7 +34,6 @@ from elastic_mbs.errors import (
     UsageError,
 )
 from elastic_mbs.memory import oom
-from elastic_mbs.options import OutputPlace
 
 PassesOf = Callable[[CallParts], Passes]
 
@@ -120,13 +119,12 @@ class Call:
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Run `fn` on every piece, and backward of its loss, or keep its outputs."""
-        kwargs = kwargs or {}
         self.passes.begin()
         for attempt in self:
             self.begin(attempt)
             try:
                 # No variable holds the value here: it would outlive a failed attempt.
-                self._take(attempt, fn(attempt.data, *args, **kwargs))
+                self._take(attempt, fn(attempt.data, *args, **(kwargs or {})))
             except BaseException as error:
                 if not self.end(attempt, error):
                     raise
@@ -152,13 +150,15 @@ class Call:
             attempt = self._next_attempt()
         except BaseException as error:
             typed = self._abort_by(error)
-            if typed is None:
+            if not typed:
                 raise
         else:
             if attempt is None:
                 raise StopIteration
             return attempt
-        raise typed  # outside of the handler: the raw error keeps its frames' tensors alive
+        # Outside of the handler, because the raw error keeps its frames' tensors alive; and popped,
+        # because a variable of this frame would be a cycle that keeps the batch alive.
+        raise typed.pop()
 
     def _next_attempt(self) -> Attempt | None:
         while self.phase is not Phase.DONE:
@@ -214,9 +214,9 @@ class Call:
             return
         except BaseException as error:
             typed = self._abort_by(error)
-            if typed is None:
+            if not typed:
                 raise
-        raise typed
+        raise typed.pop()
 
     def backward(self, attempt: Attempt, value: Any) -> None:
         """Weigh the loss of an attempt and run backward."""
@@ -272,15 +272,17 @@ class Call:
                     self._end_pass()
                 return False
             self.parts.snapshot.restore_modes()
+            if self.phase is Phase.DONE:
+                return False  # the runtime was closed inside the block; the error is the user's
             if isinstance(error, Exception) and self._failed(attempt, error):
                 return True
             self.abort(error)
             return False
         except BaseException as refusal:
             typed = self._abort_by(refusal)
-            if typed is None:
+            if not typed:
                 raise
-        raise typed
+        raise typed.pop()
 
     def _commit(self, attempt: Attempt) -> None:
         parts = self.parts
@@ -297,8 +299,7 @@ class Call:
         floor = self._floors.get(self._pass.training)
         if floor is not None:
             floor.committed(attempt.piece.start, attempt.piece.stop)
-        if not parts.gradients.settled:
-            self._notice_edits()
+        self._notice_edits()
         self.attempt = None
         self.phase = Phase.WAITING
 
@@ -397,21 +398,23 @@ class Call:
 
     # ------------------------------------------------------------------ a call that ends early
 
-    def _abort_by(self, error: BaseException) -> MicroBatchFloorError | None:
+    def _abort_by(self, error: BaseException) -> list[ElasticMBSError]:
         """Abort the call by `error`.
 
         Returns:
-            The typed error to raise where the library itself ran out of memory, else None.
+            The typed error to raise where the library itself ran out of memory, else nothing.
         """
-        typed = None
+        typed = list[ElasticMBSError]()
         if self.phase is not Phase.DONE and not isinstance(error, ElasticMBSError):
             verdict = oom.classify(error, self.resources.settings.recovery.is_oom)
             if verdict is not None:
-                typed = MicroBatchFloorError(
-                    "there is no room for the library's own bookkeeping after an out-of-memory "
-                    f"error: {verdict.message}"
+                typed.append(
+                    MicroBatchFloorError(
+                        "there is no room for the library's own bookkeeping after an "
+                        f"out-of-memory error: {verdict.message}"
+                    )
                 )
-        self.abort(typed or error)
+        self.abort(typed[0] if typed else error)
         return typed
 
     def abort(self, error: BaseException) -> None:
@@ -457,21 +460,17 @@ class Call:
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step of an optimizer over the leaves of this batch while it is incomplete."""
-        ledger = self.resources.ledger
-        if not any(
-            parameter in ledger for group in optimizer.param_groups for parameter in group["params"]
-        ):
+        ledger, groups = self.resources.ledger, optimizer.param_groups
+        if not any(leaf in ledger for group in groups for leaf in group["params"]):
             return  # an optimizer of the step's own, over tensors that it makes itself
         if self.inside:
             raise StepInsideError(
                 f"{type(optimizer).__name__}.step() ran inside the step function, on a part of "
                 "the gradient: step once, after the batch"
             )
-        error = self.left_early(
+        self.leave_early(
             f"{type(optimizer).__name__}.step() ran before the whole batch was accumulated"
         )
-        self.abort(error)
-        raise error
 
     def check_inside(self, attempt: Attempt, what: str) -> None:
         """Refuse a value given to an attempt that has not begun or is over: it would be lost."""
@@ -480,6 +479,15 @@ class Call:
                 f"{what} is called inside its own `with micro:` block, where it belongs to the "
                 "samples of that block"
             )
+
+    def leave_early(self, what: str = "a loop over micro-batches was left early") -> NoReturn:
+        """Abort a call whose loop did not run to its end, and raise the error that says so."""
+        error = self.left_early(what)
+        try:
+            self.abort(error)
+            raise error
+        finally:
+            del error  # in a variable it would be a cycle, which keeps the batch alive
 
     def left_early(
         self, what: str = "a loop over micro-batches was left early"
@@ -490,8 +498,3 @@ class Call:
             f"{what}: samples {self.parts.progress.missing(begun)} of "
             f"{self.parts.batch.view.length} were not run. Its gradients have been emptied"
         )
-
-
-def one_pass(*, training: bool, outputs: OutputPlace) -> PassesOf:
-    """Return the maker of the single pass of a training call or of an evaluation."""
-    return lambda parts: OnePass(training=training, outputs=outputs)

@@ -68,7 +68,7 @@ class CallGradients:
     _census_taken = False  # in this call
     _custom: frozenset[str] = frozenset()  # Python functions in the graph of the running attempt
     _seen: Observation | None = None  # all gradients after the running attempt's backward
-    _modified = False  # a gradient that was there before can hold a part of this call
+    _modified = False  # the call has written to `.grad` directly
     _failed = False  # an attempt of this call has failed
     _restarted = False
     _aside: Isolation | None = None  # gradients that are put aside for the whole call
@@ -104,7 +104,8 @@ class CallGradients:
         """Check that no other code has changed a gradient since the last piece.
 
         Args:
-            first: no piece of this call has run yet, so the caller can still clear gradients.
+            first: no piece of this call has run yet. Gradients that the caller clears now are no
+                error: the call begins without them.
         """
         if not self._ledger.unchanged(kept=self.settled and not first):
             self.check(first=first)
@@ -118,7 +119,8 @@ class CallGradients:
         """Refuse gradients that other code has changed since the last piece.
 
         Args:
-            first: no piece of this call has run yet, so the caller can still clear gradients.
+            first: no piece of this call has run yet. Gradients that the caller clears now are no
+                error: the call begins without them.
 
         Raises:
             BackwardInsideError: the step function ran backward.
@@ -244,7 +246,7 @@ class CallGradients:
         assert self._seen is not None
         seen = self._seen
         self._seen = None
-        # Where the look at each leaf is left out, the next check sees changes since backward.
+        # This fast path looks at no leaf. The next check sees changes made since backward.
         if self.isolation is None and self._ledger.advance(seen, self._profile.commits):
             return False
         return self._commit_by_leaf(attempt, seen)
@@ -390,7 +392,7 @@ class CallGradients:
         aside = self._aside
         if aside is None:
             return
-        self.full = aside.leaf_ids()
+        self.full |= aside.leaf_ids()
         self._modified = True
         retry = self._resources.retry
         retry("add the gradients to those that were there", aside.fold)
@@ -461,6 +463,7 @@ class CallGradients:
         if self._aside is not None:
             self._aside.rewind()
             self._aside = None
+        self._seen = None
         # Last: where an interrupt strikes before it, everything can still be put back.
         self._ledger.forget()
 

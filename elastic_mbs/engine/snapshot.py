@@ -31,6 +31,7 @@ class Snapshot:
     piece: StreamState | None = None
     _modes: Modes = ()  # of the modules, when the call's first attempt began
     _attempt_modes: Modes = ()  # of the modules, when the running attempt began
+    _number = 0  # of the call, in which the copies of the buffers were taken
     _grad_enabled: bool = True  # when the running attempt began
 
     def __init__(self, resources: Resources, key: object) -> None:
@@ -51,6 +52,7 @@ class Snapshot:
         resources = self._resources
         streams = resources.streams.read(hosts=True)
         resources.buffers.begin_call(resources.model.modules, self._key)
+        self._number = resources.buffers.calls
         self.start = self.piece = streams
 
     def take_piece(self, *, read_streams: bool) -> None:
@@ -121,12 +123,20 @@ class Snapshot:
         """Put streams and buffers back to the start of a call that ends by an error.
 
         Returns:
-            The label of a buffer whose value was not kept, or None.
+            A note about buffers that could not be restored, or None.
         """
         if self.start is None:
             return None
         self._resources.streams.restore(self.start)
-        return self._resources.buffers.restore(to_call_start=True)
+        buffers = self._resources.buffers
+        if buffers.calls != self._number:
+            return "buffers were not restored: another call has begun since, in a callback"
+        lost = buffers.restore(to_call_start=True)
+        if lost is None:
+            return None
+        return (
+            f"the buffer {lost} changed for the first time in this batch and could not be restored."
+        )
 
     def close(self) -> None:
         """Drop the copies of the buffers."""

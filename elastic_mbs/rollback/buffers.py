@@ -177,6 +177,16 @@ class _Layout:
         """
         return not all(hasattr(module, "batch_group") for module, _ in self.changing.pairs)
 
+    @cached_property
+    def watched(self) -> bool:
+        """True if a look after each piece can show that another buffer changes."""
+        return bool(self.still.names) or not self.known
+
+    @cached_property
+    def busy(self) -> bool:
+        """True if buffers are copied before each piece."""
+        return bool(self.plain or self.changing.names)
+
 
 class BufferCopies:
     """Copies of the buffers that the forward changes, at the call's start and at the piece's start.
@@ -184,23 +194,28 @@ class BufferCopies:
     It is learned for each loss function which buffers change, by versions and identities. Its first
     call copies the others to the host and compares values. Running statistics that can change
     always count as changing, because eager BatchNorm does not raise their version.
-
-    Attributes:
-        watched: a look after each piece can show that another buffer changes.
-        busy: buffers are copied before each piece.
     """
 
     def __init__(self) -> None:
-        self.watched = True
-        self.busy = False
         self._changing: set[tuple[int, str]] = set()
         self._learned: set[object] = set()
         self._layout = _Layout()
         self._memory = _Memory(), _Memory()
         self._still = _NOTHING  # buffers that are not known to change, at the call's start
         self._moved: set[int] = set()  # the ones of them that a clean piece has changed
+        self.calls = 0  # begun so far, by which a call knows whether the copies are still its own
         self._call: _Snapshot | None = None  # None where nothing of the call has run
         self._piece: _Snapshot | None = None  # None where nothing of the piece has run
+
+    @property
+    def watched(self) -> bool:
+        """True if a look after each piece can show that another buffer changes."""
+        return self._layout.watched
+
+    @property
+    def busy(self) -> bool:
+        """True if buffers are copied before each piece."""
+        return self._layout.busy
 
     def begin_call(self, modules: Sequence[nn.Module], key: object = None) -> None:
         """Take the snapshot of the call's start.
@@ -209,6 +224,7 @@ class BufferCopies:
             modules: the owners of the buffers.
             key: the loss function. The facts about one say nothing of another.
         """
+        self.calls += 1
         # None until there is one: a failure before that leaves nothing to put back.
         self._call = self._piece = None
         owners = list(map(_BUFFERS, modules))
@@ -223,7 +239,7 @@ class BufferCopies:
         )
         if not same or not all(map(is_, owners, layout.owners)):
             layout = self._look(_Layout(key, modes, list(modules), owners, names))
-            self._use(layout, set())
+            self._layout = layout
         self._still, self._moved = _NOTHING, set()
         if layout.still.names:
             tensors = layout.still.hanging()
@@ -317,14 +333,8 @@ class BufferCopies:
         changing = _Places.of([*layout.changing.pairs, *new.pairs])
         # The next call looks again.
         layout = replace(layout, key=_ABSENT, known=True, changing=changing)
-        self._use(layout, self._moved | moved)
+        self._layout, self._moved = layout, self._moved | moved
         return layout.split_shows
-
-    def _use(self, layout: _Layout, moved: set[int]) -> None:
-        self._layout = layout
-        self._moved = moved
-        self.watched = bool(layout.still.names) or not layout.known
-        self.busy = bool(layout.plain or layout.changing.names)
 
     def _made(self, *, since_call: bool = False) -> list[tuple[nn.Module, str]]:
         """Return the buffers in places where there was none when the call began.

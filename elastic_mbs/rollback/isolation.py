@@ -30,6 +30,7 @@ class _Held:
         original: the user's `.grad`, kept as an object because it can be a view into a bucket.
         total: the sum of the pieces: the original itself, or a wider copy.
         wide: the sum is of a wider type than the leaf.
+        written: the sum is being written to the leaf, or was.
         finished: the sum was written to the leaf.
     """
 
@@ -37,6 +38,7 @@ class _Held:
     original: torch.Tensor | None
     total: torch.Tensor | None
     wide: bool
+    written: bool = False
     finished: bool = False
 
 
@@ -104,6 +106,7 @@ class Isolation:
             for leaf, held in self._present():
                 if held.finished:
                     continue
+                held.written = True
                 if not held.wide:
                     leaf.grad = held.total
                 elif held.total is None:
@@ -137,4 +140,4 @@ class Isolation:
     def intact(self, leaf: torch.Tensor) -> bool:
         """Return whether the leaf's gradient of the call's start still has its value."""
         held = self._held.get(id(leaf))
-        return held is not None and held.wide and not held.finished
+        return held is not None and held.wide and not held.written

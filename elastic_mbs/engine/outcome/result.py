@@ -60,9 +60,9 @@ class StepResult:
 
     @property
     def loss(self) -> Tensor:
-        """The loss of the whole batch: detached, unscaled, a scalar on the model's device.
+        """The loss of the whole batch: detached, unscaled, a scalar on the device of the losses.
 
-        Reading its value is what synchronises.
+        Only a read of its value waits for the device.
         """
         if not self._losses:
             return torch.zeros(())

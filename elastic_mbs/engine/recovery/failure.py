@@ -54,7 +54,8 @@ def failure_of(
 def _classify(parts: CallParts, attempt: Attempt, error: Exception) -> oom.Verdict | None:
     """Return the verdict on an error, or None where it is not out-of-memory.
 
-    A masked one, whose text leaves it open, is tried once in a call with half the size.
+    An error whose text may or may not mean out-of-memory is tried once in a call, with half the
+    size.
     """
     resources, schedule = parts.resources, parts.progress.schedule
     verdict = oom.classify(error, resources.settings.recovery.is_oom)

@@ -29,8 +29,8 @@ _ESCALATE = (
 class Floor:
     """The failures of one piece at the floor, and the time that is left to wait for memory.
 
-    They are counted for one piece: after the batch is replayed from its start other pieces commit
-    first, and that is no progress.
+    A commit resets the count only if it holds this piece's first sample. After a restart of the
+    batch other pieces commit first, and that is no progress.
     """
 
     def __init__(self, parts: CallParts) -> None:

@@ -1,8 +1,8 @@
 """Recovery from a failed attempt, and the unwinding of a call that ends by an error.
 
 `recover` runs between two attempts, when the exception is gone: its traceback would keep the
-tensors of the failed attempt. In this order: let go, choose the replay, roll back, shrink, release
-memory, report. Source: docs/internals/errors.md.
+tensors of the failed attempt. In this order: let go, choose the replay, roll back and schedule the
+samples again, release memory, shrink, report. Source: docs/internals/errors.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from elastic_mbs.engine.attempt import Failure, Phase
+from elastic_mbs.engine.attempt import Failure
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.passes import Pass
 from elastic_mbs.engine.recovery.replay import Facts, Mode, choose_replay
@@ -41,8 +41,7 @@ def recover(parts: CallParts, failure: Failure, now: Pass) -> tuple[Mode, bool]:
     """
     resources, progress = parts.resources, parts.progress
     parts.gradients.unsettle()
-    if failure.phase is Phase.BACKWARD:
-        parts.gradients.clear_backward()
+    parts.gradients.clear_backward()  # in a forward, too: a gradient penalty runs backward there
     progress.fail(failure.piece)
     _check_device(parts, failure)
     parts.loader.stop()
@@ -176,11 +175,7 @@ def unwind(parts: CallParts, error: BaseException) -> None:
         )
     lost = parts.snapshot.unwind()  # last: where the device is lost, this fails
     if lost is not None:
-        _add_note(
-            error,
-            f"elastic_mbs: the buffer {lost} changed for the first time in this batch and could "
-            "not be restored.",
-        )
+        _add_note(error, f"elastic_mbs: {lost}")
 
 
 def call_on_fatal(parts: CallParts, error: BaseException) -> None:

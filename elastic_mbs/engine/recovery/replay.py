@@ -4,7 +4,8 @@ PIECE       Run the failed piece again. It had no commits, so its state is put b
             it is in a gradient.
 ISOLATED    Run the failed piece again. The gradients were set aside, so its commits are dropped.
 STEP        Drop all gradients of the call and run the batch from its start: the piece had commits,
-            or it cannot be known which.
+            or it cannot be known which; or the streams at its start are unknown; or the pass is
+            bound to the pieces of the one before.
 REFUSED     End the call by an error: no replay is exact.
 """
 
@@ -41,7 +42,7 @@ class Facts:
         before_backward: it failed while loading or in its forward.
         synchronous: the error belongs to the operation that raised it.
         earlier_committed: earlier pieces have committed gradients.
-        bound: smaller pieces would not be the pieces of the pass before.
+        bound: the pass must run the same pieces as the one before.
         isolated: gradients were set aside for its backward.
         commits: how many commits it had made.
         had_gradient: a gradient was not empty when the call began.

@@ -23,8 +23,8 @@ from elastic_mbs.options import Settings
 class LossProfile:
     """The facts that calls have shown about one loss function, over one set of trainable leaves.
 
-    They decide how a failed piece can be replayed. A field only ever moves one way: a fact that was
-    seen once is never taken back.
+    They decide the work before a backward and the replay of a failed piece. But for
+    `changes_buffers`, a fact that was seen once is never taken back.
     """
 
     # Numbers of commits of clean backwards. There are several where the graph depends on the data.

@@ -62,9 +62,7 @@ def check_outer(resources: object, *, training: bool) -> None:
     """
     outer = running_call()
     if outer is not None and not outer.inside:
-        error = outer.left_early()
-        outer.abort(error)
-        raise error
+        outer.leave_early()
     if outer is not None and (training or outer.resources is resources):
         raise NestedCallError(
             "a call was started inside the step function of another one, or in a function of "

@@ -47,9 +47,9 @@ class TwoPasses:
 
     A sample's embedding can depend on its piece (dropout, BatchNorm). Then the pieces of the second
     pass are bound to be the pieces of the first: a failure in the second pass restarts both at the
-    smaller size, and a failure in the first restarts the first, which has pieces of several sizes.
-    Elsewhere the second pass may cut as it likes. Gradients that were there are put aside for the
-    call, so that a restart takes back nothing of the user's.
+    smaller size. A failed piece of the first pass is replayed; at its end the first pass runs once
+    more, in pieces of one size. Elsewhere the second pass may cut as it likes. Gradients that were
+    there are put aside for the call, so that a restart takes back nothing of the user's.
     """
 
     first = _FIRST

@@ -1,0 +1,229 @@
+"""A call lets go of its batch and gradients however it ends, and tells what it could not undo."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_mbs import ElasticMBS, GradientOptions, IncompleteBatchError, MicroBatchFloorError
+from tests.helpers.steps import (
+    FailOn,
+    cross_entropy,
+    elastic,
+    failing,
+    mlp,
+    off_by,
+    pairs,
+    quiet,
+    settled,
+    through,
+    whole_gradient,
+)
+
+OOM = "CUDA out of memory. Tried to allocate 2.00 MiB"
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(OOM)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(ValueError, ValueError), (KeyboardInterrupt, KeyboardInterrupt)],
+    ids=["error", "interrupt"],
+)
+def test_a_batch_dies_with_the_call_that_an_error_ends(
+    door: int, error: type[BaseException], raised: type[BaseException]
+) -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+    gc.disable()  # no cycle may hold it
+    try:
+        batch = pairs()
+        alive = weakref.ref(batch[0])
+        with pytest.raises(raised) as caught:
+            through(door, mbs, failing(model, FailOn(2, error=error)), batch)
+        del caught, batch
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_batch_dies_with_the_call_that_does_not_fit() -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=1)
+    gc.disable()
+    try:
+        batch = pairs(2)
+        alive = weakref.ref(batch[0])
+        with pytest.raises(MicroBatchFloorError) as caught:
+            mbs.backward(failing(model, FailOn(*range(1, 50), error=out_of_memory)), batch)
+        del caught, batch
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_batch_dies_with_a_loop_that_is_left_early() -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+    gc.disable()
+    try:
+        batch = pairs()
+        alive = weakref.ref(batch[0])
+        for micro in mbs.micro_batches(batch):
+            with micro:
+                micro.backward(cross_entropy(model)(micro.data))
+            break
+        del batch, micro
+        with pytest.raises(IncompleteBatchError) as caught:
+            mbs.backward(cross_entropy(model), pairs())
+        del caught
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_gradients_die_with_the_call_that_ends_after_a_backward() -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+    alive: list[weakref.ref[Tensor]] = []
+    with pytest.raises(ValueError, match="mine"):
+        for micro in mbs.micro_batches(pairs()):
+            with micro:
+                micro.backward(cross_entropy(model)(micro.data))
+                alive += [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+                raise ValueError("mine")
+    gc.collect()
+    assert [each() for each in alive] == [None] * 4
+
+
+def test_an_interrupt_while_embeddings_gradients_are_added_loses_no_leaf(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, scale = mlp(), torch.ones((), dtype=torch.float64, requires_grad=True)
+    scale.grad = torch.full_like(scale, 7.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    mbs = elastic(model, micro_batch_size=4)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("elastic_mbs.rollback.isolation.Isolation.fold", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mbs.backward_embeddings(
+            lambda piece: model(piece[0]) * scale, lambda found: found.square().mean(), pairs()
+        )
+    assert any("zero_grad()" in note for note in caught.value.__notes__)
+    assert scale.grad is not None
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_interrupt_inside_the_last_copy_of_a_sum_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(4, 1, bias=False).bfloat16()
+    model.weight.grad = torch.ones_like(model.weight)
+    kept, copy = model.weight.grad, Tensor.copy_
+
+    def struck(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        done = copy(self, *args, **kwargs)
+        if self is kept:
+            raise KeyboardInterrupt  # a signal that comes while the kernel runs
+        return done
+
+    options = GradientOptions(accumulate_dtype=torch.float32)
+    mbs = ElasticMBS(model, **quiet(micro_batch_size=4, gradients=options))
+    monkeypatch.setattr(Tensor, "copy_", struck)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mbs.backward(lambda x: model(x).float().mean(), torch.randn(8, 4).bfloat16())
+    assert any("zero_grad()" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_memory_that_runs_out_after_a_close_inside_the_block_ends_as_it_is(
+    evaluates: bool,
+) -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+
+    def step(piece: Any) -> Tensor:
+        mbs.close()
+        raise out_of_memory()
+
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        if evaluates:
+            mbs.evaluate(step, pairs())
+        else:
+            mbs.backward(step, pairs())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_backward_inside_the_forward_that_runs_out_leaves_nothing_alive() -> None:
+    # A gradient penalty fails, and autograd's queue keeps the branch that was ready.
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=8)
+    alive: list[weakref.ref[Tensor]] = []
+    left = list[bool]()
+
+    def penalised(piece: tuple[Tensor, Tensor]) -> Tensor:
+        x = piece[0].clone().requires_grad_()
+        if alive:
+            left.append(any(each() is not None for each in alive))
+            out: Tensor = model(x)
+            return out.square().mean()
+        hidden = torch.tanh(x * 2)
+        alive.append(weakref.ref(hidden))
+        one, other = hidden.exp(), hidden.sin()
+
+        def fail(_: Tensor) -> None:
+            raise out_of_memory()
+
+        one.register_hook(fail)
+        torch.autograd.grad((one.sum() + other.sum()), x, create_graph=True)
+        raise AssertionError("the hook has failed")
+
+    mbs.backward(penalised, pairs())
+    assert left
+    assert not any(left)
+
+
+def test_buffers_that_a_callback_has_put_out_of_reach_are_told() -> None:
+    model = nn.Sequential(*mlp(), nn.BatchNorm1d(4).double())
+    mbs = elastic(model, micro_batch_size=4)
+
+    def evaluate() -> None:
+        mbs.evaluate(lambda piece: model(piece[0]), pairs())
+
+    def fail() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        for micro in mbs.micro_batches(pairs()):
+            with micro:
+                micro.backward(cross_entropy(model)(micro.data))
+                micro.on_commit(evaluate if micro.start == 0 else fail)
+    assert any("buffers were not restored" in note for note in caught.value.__notes__)
+
+
+def test_a_known_step_that_begins_to_edit_its_batch_is_recovered_from(door: int) -> None:
+    # The edit of the piece before was taken for one of the piece that failed.
+    model, runs = mlp(), list[int]()
+    nothing = torch.zeros((), dtype=torch.float64)
+
+    def loss_fn(piece: tuple[Tensor, Tensor]) -> Tensor:
+        if runs:
+            runs.append(1)
+            if len(runs) == 3:
+                raise out_of_memory()
+            piece[0].add_(nothing)
+        return cross_entropy(model)(piece)
+
+    mbs = settled(door, model, loss_fn, pairs(), micro_batch_size=4)
+    runs.append(1)
+    through(door, mbs, loss_fn, pairs())
+    assert off_by(model, whole_gradient(model, lambda twin: cross_entropy(twin)(pairs()))) <= 1e-12
