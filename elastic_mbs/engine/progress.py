@@ -42,12 +42,12 @@ class Progress:
 
     @property
     def recovered(self) -> bool:
-        """Whether every piece that has failed has committed since."""
+        """True if every piece that has failed has committed since."""
         return self._failed_at is None
 
     @property
     def has_others(self) -> bool:
-        """Whether the batch has pieces beside the one that has just committed."""
+        """True if the batch has pieces beside the one that has just committed."""
         return len(self.committed) > 1 or bool(self.schedule)
 
     def missing(self, begun: list[Range]) -> str:

@@ -146,7 +146,7 @@ class Snapshot:
 
     @property
     def watches_buffers(self) -> bool:
-        """Whether a piece can show that another buffer changes."""
+        """True if a piece can show that another buffer changes."""
         return self._resources.buffers.watched
 
     def buffers_show_the_split(self) -> bool:
