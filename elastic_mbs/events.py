@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+# It has no handler of its own: where the user has set up no logging, Python prints warnings.
 logger = logging.getLogger("elastic_mbs")
-logger.addHandler(logging.NullHandler())
 
 
 def format_bytes(count: int | float | None) -> str:

@@ -209,6 +209,7 @@ def subject(make: Callable[[int], Workload], start: int, rounds: int) -> Subject
     measured = dict(
         zip(sizes, bench.least([("none", [(0, size)]) for size in sizes], rounds), strict=True)
     )
+    workload.model.zero_grad()  # a plan counts gradients that are there
     with bench.budget:
         mbs = ElasticMBS(workload.model, count=workload.count)
         plan = partial(mbs.plan, workload.loss_fn, workload.batch)
@@ -293,6 +294,7 @@ def at(report: PlanReport, share: float) -> int:
 
 def compared(bench: Bench, plan: Callable[..., PlanReport], budget: int) -> PlanReport:
     """Return the plan for a budget, with its ways."""
+    bench.workload.model.zero_grad()
     with bench.budget:
         return plan(budget=budget, compare=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import NoReturn
 from elastic_mbs import __version__
 from elastic_mbs.cli import demo, doctor, plan, report, watch
 from elastic_mbs.errors import RecoveryError, UsageError
+from elastic_mbs.events import logger
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -51,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: that of the command, 2 for bad input, 130 after Ctrl-C, 141 where the output
         is not read any more (`… | head`).
     """
+    logger.addHandler(logging.NullHandler())  # the commands tell by themselves what happens
     given = sys.argv[1:] if arguments is None else list(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal without arrows and blocks gets question marks, not a crash

@@ -143,6 +143,11 @@ class _Comparison:
                 "differs between two runs on the same samples, random streams put back: a source "
                 "of randomness is not in generators="
             )
+        if self.snapshot.drew_since_start():
+            return (
+                "draws random numbers, so whole and pieces cannot be compared: they draw others. "
+                "Put the noise into the batch, and verify again"
+            )
         other = "sum" if self.reduction == "mean" else "mean"
         if self._adds_up(name, other):
             return (

@@ -1,11 +1,12 @@
 """Events: one line each, with its figures, to the log and to every sink."""
 
 import logging
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from elastic_mbs import events
 from elastic_mbs.events import Event, EventLog, SensorBack, WaitingForMemory, Warned, format_bytes
 from tests.helpers.events import ONE_OF_EACH, done, failure
 
@@ -110,6 +111,12 @@ def test_a_warning_of_something_that_can_happen_again_is_said_each_time() -> Non
     assert seen == [Warned("run", "step", "load a checkpoint")] * 2
 
 
-def test_the_package_is_silent_where_the_user_has_set_up_no_logging() -> None:
-    assert any(isinstance(handler, logging.NullHandler) for handler in events.logger.handlers)
-    assert events.logger.name == "elastic_mbs"
+def test_a_warning_is_seen_where_the_user_has_set_up_no_logging() -> None:
+    script = (
+        "from elastic_mbs.events import EventLog; "
+        "EventLog([]).emit_warning('run', 'count', 'labels of -100 and no count=')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "labels of -100 and no count=" in done.stderr

@@ -165,7 +165,7 @@ class TwoPasses:
 
         cache = resources.retry(
             f"run loss_fn over the embeddings of {samples} samples, whose memory no micro-batch "
-            "changes",
+            "changes (take a smaller batch, or compute the loss block by block)",
             attempt,
         )
         parts.gradients.check(first=parts.progress.untouched)
