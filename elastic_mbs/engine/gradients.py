@@ -44,10 +44,13 @@ class Left(NamedTuple):
     Attributes:
         commits: how many commits it had made.
         unknown: the shape of a leaf with a gradient that the ledger does not know.
+        unwatched: its graph had functions written in Python, and no look was taken at backwards
+            inside its backward.
     """
 
     commits: int = 0
     unknown: str | None = None
+    unwatched: bool = False
 
 
 class CallGradients:
@@ -94,7 +97,8 @@ class CallGradients:
         return self._ledger.leaves() if self._training else []
 
     def _is_settled(self) -> bool:
-        return self._resources.settings.plain and self._profile.settled and not self.full
+        plain = self._resources.settings.plain and not self._failed
+        return plain and self._profile.settled and not self.full
 
     # ------------------------------------------------------------------ edits by other code
 
@@ -163,13 +167,13 @@ class CallGradients:
         """
         extra = self._ledger.add_extra(leaves)
         full = [leaf for leaf in extra if leaf.grad is not None]
+        self.full.update(map(id, full))
         if self._restarted and full:  # their gradients can be from the dropped attempts
             raise ReplayUnsafeError(
                 f"a leaf of shape {tuple(full[0].shape)} outside the model appeared in the middle "
                 "of the batch, so its gradient can hold samples that are now being replayed: call "
                 "zero_grad() on it and run the batch again, or give its module in model=[...]"
             )
-        self.full.update(map(id, full))
         if extra:
             self._profile.learn_extra_leaves()
         return extra
@@ -191,6 +195,11 @@ class CallGradients:
 
     # ------------------------------------------------------------------ backward
 
+    @property
+    def _watches(self) -> bool:
+        """Whether a look is taken at backwards inside the running attempt's backward."""
+        return bool(self._profile.custom or self._custom)
+
     def run(self, attempt: Attempt, weight: float) -> None:
         """Run backward from the attempt's loss times `weight`."""
         loss = attempt.graph
@@ -201,7 +210,7 @@ class CallGradients:
             return
         self._set_aside()
         self._modified = self._modified or self.isolation is None
-        if not (self._profile.custom or self._custom):
+        if not self._watches:
             self._run(loss, weight)
             return
         root = attempt.root
@@ -332,13 +341,16 @@ class CallGradients:
         self._ledger.check_kept(self._seen)
         drain(self._ledger.leaves())
         commits = len(self._ledger.changed())
-        root = attempt.root
+        if attempt.root is None:
+            return Left(commits)
+        census = _census(attempt)
         unknown = [
             str(tuple(leaf.shape))
-            for leaf in (() if root is None else walk(root).leaves)
+            for leaf in census.leaves
             if leaf.grad is not None and leaf not in self._ledger
         ]
-        return Left(commits, unknown[0] if unknown else None)
+        unwatched = bool(census.custom) and not self._watches
+        return Left(commits, unknown[0] if unknown else None, unwatched)
 
     def drop_piece(self) -> None:
         """Drop the contribution of a failed piece, which is isolated or has none."""

@@ -16,7 +16,9 @@ from elastic_mbs import (
     OutOfMemory,
     Policy,
 )
+from elastic_mbs.errors import ReplayUnsafeError
 from elastic_mbs.testing import InjectOOM
+from stress.reference.state import error_of
 from tests.helpers.contrast import Contrast, samples
 from tests.helpers.steps import FailOn, elastic, grads, mlp, off_by
 
@@ -48,6 +50,64 @@ def test_options_and_other_doors_give_the_same_gradient(by: str) -> None:
     assert result.noise_scale is None, (
         "a piece has no loss of its own, so its gradient says nothing of the noise"
     )
+
+
+class LateTail(Contrast):
+    """A case that uses a module outside the model and the temperature from some call on."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Dropout(0.2))
+        self.outside = nn.Linear(4, 4).double()
+        self.late = False
+
+    def embed(self, x: Tensor) -> Tensor:
+        z = super().embed(x)
+        return self.outside(z) if self.late else z
+
+    def over(self, z: Tensor) -> Tensor:
+        return super().over(z) if self.late else (z @ z.T).tril(-1).exp().mean()
+
+
+@pytest.mark.parametrize("there", ["temperature", "outside"])
+def test_a_late_leaf_and_gradients_that_are_there_are_exact_or_refused(there: str) -> None:
+    x, exact, refused = samples(8), 0, 0
+    for first in range(2, 200, 7):
+        case = LateTail()
+        mbs = elastic(case.model, micro_batch_size=3)
+        for _ in range(2):
+            mbs.backward_embeddings(case.embed, case.over, x)
+        case.zero()
+        case.late = True
+        outside = list(case.outside.parameters())
+        full = [case.temperature] if there == "temperature" else outside
+        for leaf in full:
+            leaf.grad = torch.ones_like(leaf)
+        before = torch.get_rng_state()
+        leaves = [*case.leaves, *outside]
+        try:
+            with InjectOOM(at=[first, first + 9]) as inject:
+                result = mbs.backward_embeddings(case.embed, case.over, x)
+        except ReplayUnsafeError:
+            assert all(leaf.grad is not None for leaf in full), "the user's gradient is lost"
+            refused += 1
+            continue
+        found = grads(leaves)
+        case.zero()
+        for leaf in outside:
+            leaf.grad = None
+        torch.set_rng_state(before)
+        case.over(
+            torch.cat([case.embed(x[start:stop]) for start, stop in result.partition])
+        ).backward()
+        for leaf in full:
+            assert leaf.grad is not None
+            leaf.grad += 1
+        assert error_of(found, grads(leaves)) <= EXACT
+        exact += 1
+        if not inject.hits:
+            break
+    assert exact
+    assert refused
 
 
 @pytest.mark.no_oom_injection
