@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch.optim import Optimizer
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.engine.call import Call, one_pass
+from elastic_mbs.engine.call import Call, PassesOf, one_pass
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, stored_bytes
 from elastic_mbs.engine.parts import Batch, CallParts
@@ -43,19 +44,24 @@ class Calls:
         last_result: result of the latest training call.
         stats: totals over all calls.
         history: size at the end and out-of-memory errors of each of the last training calls.
-        current: the call that runs, or that a loop has left early.
     """
 
     def __init__(self, resources: Resources, knowledge: Knowledge, batches: BatchReader) -> None:
         self.last_result: StepResult | None = None
         self.stats = Stats()
         self.history: deque[tuple[int, int]] = deque(maxlen=KEPT)
-        self.current: Call | None = None
+        # Weak: what runs, or was left early, is kept by `running`, and a call holds its batch.
+        self._current: ReferenceType[Call] | None = None
         self._resources = resources
         self._knowledge = knowledge
         self._batches = batches
         self._steps = StepWatch()
         self._guarded_step = GuardedStep(resources)
+
+    @property
+    def current(self) -> Call | None:
+        """The call that runs, or that a loop has left early."""
+        return None if self._current is None else self._current()
 
     # ------------------------------------------------------------------ lifetime
 
@@ -77,8 +83,9 @@ class Calls:
 
     def close(self) -> None:
         """End an unfinished batch, stop all watching, and write out what sinks hold."""
-        if self.current is not None and not self.current.finished:
-            self.current.abort(IncompleteBatchError("closed in the middle of a batch"))
+        call = self.current
+        if call is not None and not call.finished:
+            call.abort(IncompleteBatchError("closed in the middle of a batch"))
         resources = self._resources
         resources.monitor.stop()
         self._steps.stop()
@@ -135,7 +142,7 @@ class Calls:
             passes.append(TwoPasses(parts, loss_fn))
             return passes[0]
 
-        self.current = call = Call(self._resources, self._knowledge, work, made)
+        call = self._make(work, made)
         with call:
             call.run(passes[0].embed(embed_fn))
         return self._finish(call)
@@ -172,8 +179,12 @@ class Calls:
         """Begin a call with one pass over its batch."""
         place = self._resources.settings.outputs if batch.training else outputs
         passes = one_pass(training=batch.training, outputs=place)
-        self.current = Call(self._resources, self._knowledge, batch, passes)
-        return self.current
+        return self._make(batch, passes)
+
+    def _make(self, batch: Batch, passes: PassesOf) -> Call:
+        call = Call(self._resources, self._knowledge, batch, passes)
+        self._current = ref(call)
+        return call
 
     def _read(
         self,
@@ -196,8 +207,6 @@ class Calls:
         """Keep the result of a call that is done, and tell those who listen."""
         result = call.result
         assert result is not None
-        if self.current is call:
-            self.current = None  # it holds the batch
         parts, training = call.parts, call.parts.batch.training
         add_to(self.stats, result, parts.batch.view.length, training=training)
         self.stats.graphs += parts.report.graphs()

@@ -71,7 +71,8 @@ class CallGradients:
     _seen: Observation | None = None  # all gradients after the running attempt's backward
     _modified = False  # a gradient that was there before can hold a part of this call
     _failed = False  # an attempt of this call has failed
-    _restarted = False
+    _ran = False  # a backward has begun
+    _restarted = False  # ... and the batch has started over since
     _aside: Isolation | None = None  # gradients that are put aside for the whole call
 
     def __init__(self, resources: Resources, profile: LossProfile, *, training: bool) -> None:
@@ -204,6 +205,7 @@ class CallGradients:
         """Run backward from the attempt's loss times `weight`."""
         loss = attempt.graph
         assert loss is not None
+        self._ran = True
         if self.settled:
             self._modified = True
             backward(loss, weight)
@@ -367,7 +369,7 @@ class CallGradients:
         for leaf in self.leaves():
             leaf.grad = None
         self._norms.clear()
-        self._restarted = True
+        self._restarted = self._ran
         self._note()
 
     def _note(self) -> None:
@@ -384,15 +386,17 @@ class CallGradients:
     def put_aside(self, leaves: Iterable[torch.Tensor]) -> None:
         """Put the gradients of `leaves` that are there aside until the call ends.
 
-        The call then begins with empty gradients, so it can start over.
+        The call then begins with empty gradients, so it can start over. Leaves outside the model
+        are known from here on.
         """
+        leaves = list(leaves)
+        self._add_leaves(leaves)
         found = [leaf for leaf in leaves if leaf.grad is not None]
-        if not found:
-            return
-        self._aside = self._aside or Isolation()
-        self._aside.set_aside(found)
-        self._ledger.note()
-        self.full = set()
+        if found:
+            self._aside = self._aside or Isolation()
+            self._aside.set_aside(found)
+            self._ledger.note()
+            self.full -= set(map(id, found))
         self.settled = self._is_settled()
 
     def take_back(self) -> None:
