@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch.optim import Optimizer
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.engine.call import Call
+from elastic_mbs.engine.call import Call, PassesOf
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, stored_bytes
 from elastic_mbs.engine.parts import Batch, CallParts
@@ -45,19 +45,24 @@ class Calls:
         last_result: result of the latest training call.
         stats: totals over all calls.
         history: size at the end and out-of-memory errors of each of the last training calls.
-        current: the call that runs, or that a loop has left early.
     """
 
     def __init__(self, resources: Resources, knowledge: Knowledge, batches: BatchReader) -> None:
         self.last_result: StepResult | None = None
         self.stats = Stats()
         self.history: deque[tuple[int, int]] = deque(maxlen=KEPT)
-        self.current: Call | None = None
+        # Weak, because a call holds its batch. `running` keeps a call that has not ended.
+        self._current: ReferenceType[Call] | None = None
         self._resources = resources
         self._knowledge = knowledge
         self._batches = batches
         self._steps = StepWatch()
         self._guarded_step = GuardedStep(resources)
+
+    @property
+    def current(self) -> Call | None:
+        """The call that runs, or that a loop has left early."""
+        return None if self._current is None else self._current()
 
     # ------------------------------------------------------------------ lifetime
 
@@ -79,9 +84,9 @@ class Calls:
 
     def close(self) -> None:
         """End an unfinished batch, stop all watching, and write out what sinks hold."""
-        if self.current is not None and not self.current.finished:
-            self.current.abort(IncompleteBatchError("closed in the middle of a batch"))
-        self.current = None
+        call = self.current
+        if call is not None and not call.finished:
+            call.abort(IncompleteBatchError("closed in the middle of a batch"))
         resources = self._resources
         resources.monitor.stop()
         self._steps.stop()
@@ -96,10 +101,8 @@ class Calls:
     def check_complete(self) -> None:
         """Raise an `IncompleteBatchError` for a loop that was left early."""
         call = self.current
-        if call is not None and not call.inside:
-            self.current = None  # it holds the batch
-            if not call.finished:
-                call.leave_early()
+        if call is not None and not call.finished and not call.inside:
+            call.leave_early()
 
     @property
     def total(self) -> Any:
@@ -120,7 +123,7 @@ class Calls:
         name, identity = names_of(loss_fn)
         view, counts = self._read(batch, name, (args, kwargs))
         call = self._begin(Batch(view, counts, name, identity))
-        with self._running(call):
+        with call:
             call.run(loss_fn, args, kwargs)
         return self._finish(call)
 
@@ -138,8 +141,8 @@ class Calls:
             passes.append(TwoPasses(parts, loss_fn))
             return passes[0]
 
-        self.current = call = Call(self._resources, self._knowledge, work, made)
-        with self._running(call):
+        call = self._make(work, made)
+        with call:
             call.run(passes[0].embed(embed_fn))
         return self._finish(call)
 
@@ -147,7 +150,7 @@ class Calls:
         """Return the loop over the pieces. See `ElasticMBS.micro_batches`."""
         view, counts = self._read(batch, name)
         call = self._begin(Batch(view, counts, name, name, own_graph=own_graph))
-        return loop(call, self._ended)
+        return loop(call, self._finish)
 
     def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace) -> Any:
         """Run `fn` on every piece and join its outputs. See `ElasticMBS.evaluate`."""
@@ -155,7 +158,7 @@ class Calls:
         view, counts = self._read(batch, name, counted=False)
         work = Batch(view, counts, name, identity, training=False)
         call = self._begin(work, outputs)
-        with self._running(call), torch.no_grad():
+        with call, torch.no_grad():
             call.run(fn)
         return self._finish(call).outputs
 
@@ -175,8 +178,12 @@ class Calls:
         """Begin a call with one pass over its batch."""
         place = self._resources.settings.outputs if batch.training else outputs
         one_pass = OnePass(training=batch.training, outputs=place)
-        self.current = Call(self._resources, self._knowledge, batch, lambda parts: one_pass)
-        return self.current
+        return self._make(batch, lambda parts: one_pass)
+
+    def _make(self, batch: Batch, passes: PassesOf) -> Call:
+        call = Call(self._resources, self._knowledge, batch, passes)
+        self._current = ref(call)
+        return call
 
     def _read(
         self,
@@ -195,29 +202,10 @@ class Calls:
         read = partial(self._batches.read, batch, name, given, training=counted)
         return resources.retry("look at the batch and count the loss terms", read)
 
-    @contextmanager
-    def _running(self, call: Call) -> Iterator[None]:
-        """End a call in which an error has struck, and let go of its batch."""
-        try:
-            with call:
-                yield
-        finally:
-            if self.current is call and call.finished:
-                self.current = None
-
-    def _ended(self, call: Call) -> None:
-        """Keep the result of a loop that has ended, or let go of its batch."""
-        if call.result is not None:
-            self._finish(call)
-        elif self.current is call:
-            self.current = None
-
     def _finish(self, call: Call) -> StepResult:
         """Keep the result of a call that is done, and tell those who listen."""
         result = call.result
         assert result is not None
-        if self.current is call:
-            self.current = None
         parts, training = call.parts, call.parts.batch.training
         add_to(self.stats, result, parts.batch.view.length, training=training)
         self.stats.graphs += parts.report.graphs()

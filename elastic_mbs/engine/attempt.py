@@ -157,6 +157,7 @@ class Failure:
         commits: how many commits it had made, as far as gradients show.
         unknown: the shape of a leaf with a gradient that the ledger does not know. Its commits
             cannot be counted.
+        unwatched: its backward may have run others inside, which nobody looked at.
         edited: it has changed its piece of the batch in place.
     """
 
@@ -165,4 +166,5 @@ class Failure:
     verdict: Verdict
     commits: int
     unknown: str | None
+    unwatched: bool
     edited: bool

@@ -46,10 +46,13 @@ class Left(NamedTuple):
     Attributes:
         commits: how many commits it had made.
         unknown: the shape of a leaf with a gradient that the ledger does not know.
+        unwatched: its graph had functions written in Python, and no look was taken at backwards
+            inside its backward.
     """
 
     commits: int = 0
     unknown: str | None = None
+    unwatched: bool = False
 
 
 class CallGradients:
@@ -70,7 +73,8 @@ class CallGradients:
     _seen: Observation | None = None  # all gradients after the running attempt's backward
     _modified = False  # the call has written to `.grad` directly
     _failed = False  # an attempt of this call has failed
-    _restarted = False
+    _ran = False  # a backward has begun
+    _restarted = False  # ... and the batch has started over since
     _aside: Isolation | None = None  # gradients that are put aside for the whole call
 
     def __init__(self, resources: Resources, profile: LossProfile, *, training: bool) -> None:
@@ -96,7 +100,8 @@ class CallGradients:
         return self._ledger.leaves() if self._training else []
 
     def _is_settled(self) -> bool:
-        return self._resources.settings.plain and self._profile.settled and not self.full
+        plain = self._resources.settings.plain and not self._failed
+        return plain and self._profile.settled and not self.full
 
     # ------------------------------------------------------------------ edits by other code
 
@@ -167,13 +172,13 @@ class CallGradients:
         """
         extra = self._ledger.add_extra(leaves)
         full = [leaf for leaf in extra if leaf.grad is not None]
+        self.full.update(map(id, full))
         if self._restarted and full:  # their gradients can be from the dropped attempts
             raise ReplayUnsafeError(
                 f"a leaf of shape {tuple(full[0].shape)} outside the model appeared in the middle "
                 "of the batch, so its gradient can hold samples that are now being replayed: call "
                 "zero_grad() on it and run the batch again, or give its module in model=[...]"
             )
-        self.full.update(map(id, full))
         if extra:
             self._profile.learn_extra_leaves()
         return extra
@@ -195,17 +200,23 @@ class CallGradients:
 
     # ------------------------------------------------------------------ backward
 
+    @property
+    def _watches(self) -> bool:
+        """True if a look is taken at backwards inside the running attempt's backward."""
+        return bool(self._profile.custom or self._custom)
+
     def run(self, attempt: Attempt, weight: float) -> None:
         """Run backward from the attempt's loss times `weight`."""
         loss = attempt.graph
         assert loss is not None
+        self._ran = True
         if self.settled:
             self._modified = True
             backward(loss, weight)
             return
         self._set_aside()
         self._modified = self._modified or self.isolation is None
-        if not (self._profile.custom or self._custom):
+        if not self._watches:
             self._run(loss, weight)
             return
         root = attempt.root
@@ -336,13 +347,16 @@ class CallGradients:
         self._ledger.check_kept(self._seen)
         drain(self._ledger.leaves())
         commits = len(self._ledger.changed())
-        root = attempt.root
+        if attempt.root is None:
+            return Left(commits)
+        census = _census(attempt)
         unknown = [
             str(tuple(leaf.shape))
-            for leaf in (() if root is None else walk(root).leaves)
+            for leaf in census.leaves
             if leaf.grad is not None and leaf not in self._ledger
         ]
-        return Left(commits, unknown[0] if unknown else None)
+        unwatched = bool(census.custom) and not self._watches
+        return Left(commits, unknown[0] if unknown else None, unwatched)
 
     def drop_piece(self) -> None:
         """Drop the contribution of a failed piece, which is isolated or has none."""
@@ -359,7 +373,7 @@ class CallGradients:
         for leaf in self.leaves():
             leaf.grad = None
         self._norms.clear()
-        self._restarted = True
+        self._restarted = self._ran
         self._note()
 
     def _note(self) -> None:
@@ -376,15 +390,17 @@ class CallGradients:
     def put_aside(self, leaves: Iterable[torch.Tensor]) -> None:
         """Put the gradients of `leaves` that are there aside until the call ends.
 
-        The call then begins with empty gradients, so it can start over.
+        The call then begins with empty gradients, so it can start over. Leaves outside the model
+        are known from here on.
         """
+        leaves = list(leaves)
+        self._add_leaves(leaves)
         found = [leaf for leaf in leaves if leaf.grad is not None]
-        if not found:
-            return
-        self._aside = self._aside or Isolation()
-        self._aside.set_aside(found)
-        self._ledger.note()
-        self.full = set()
+        if found:
+            self._aside = self._aside or Isolation()
+            self._aside.set_aside(found)
+            self._ledger.note()
+            self.full -= set(map(id, found))
         self.settled = self._is_settled()
 
     def take_back(self) -> None:

@@ -118,13 +118,13 @@ class MicroBatch:
         self._attempt.on_commit(fn)
 
 
-def loop(call: Call, ended: Callable[[Call], object]) -> Iterator[MicroBatch]:
+def loop(call: Call, finish: Callable[[Call], object]) -> Iterator[MicroBatch]:
     """Yield the micro-batches of the loop that the user writes out.
 
     Args:
         call: the call over the batch.
-        ended: is called when the call has ended: after the last piece, also where a `break` follows
-            it, or by an error.
+        finish: is called when the batch is done, by the end of the loop or by a `break` after the
+            last piece.
     """
     try:
         yield from map(partial(MicroBatch, call), call)
@@ -137,5 +137,5 @@ def loop(call: Call, ended: Callable[[Call], object]) -> Iterator[MicroBatch]:
         call.abort(error)  # an interrupt between the lines of the engine itself
         raise
     finally:
-        if call.finished:
-            ended(call)
+        if call.result is not None:
+            finish(call)

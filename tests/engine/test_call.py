@@ -175,6 +175,24 @@ def test_the_loops_variable_keeps_no_failed_attempt_alive() -> None:
     assert alive[0]() is None
 
 
+@pytest.mark.no_oom_injection
+def test_a_batch_is_freed_with_the_call_that_has_failed_over_it(door: int) -> None:
+    model, alive = mlp(), list[weakref.ref[Tensor]]()
+    mbs = elastic(model, micro_batch_size=4)
+
+    def run() -> None:
+        batch = pairs(8)
+        alive.append(weakref.ref(batch[0]))
+        with pytest.raises(ValueError, match="a mistake"):
+            through(
+                door, mbs, failing(model, FailOn(2, error=lambda: ValueError("a mistake"))), batch
+            )
+
+    run()
+    gc.collect()  # of the error and its frames
+    assert alive[0]() is None
+
+
 def test_a_batch_edited_by_a_failed_attempt_is_refused_once(
     model: nn.Sequential,
 ) -> None:

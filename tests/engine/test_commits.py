@@ -320,6 +320,37 @@ def test_gradients_are_exact_wherever_memory_runs_out(
     } == modes
 
 
+@pytest.mark.parametrize("start", ["empty", "zeros", "isolated"])
+def test_a_hidden_leaf_outside_that_appears_late_is_refused_or_exact(start: str) -> None:
+    """Nobody looked for it where the call is not the first, so its commits are not known."""
+    for inject in every_operation():
+        model, outside, batch = mlp(), nn.Linear(4, 4).double(), pairs()
+        tails = list[nn.Module]()
+
+        def loss_fn(
+            piece: Pair, model: nn.Module = model, tails: list[nn.Module] = tails
+        ) -> Tensor:
+            out: Any = model(piece[0])
+            for tail in tails:
+                out = checkpoint(tail, out, use_reentrant=True)
+            return nn.functional.cross_entropy(out, piece[1])
+
+        both = nn.Sequential(model, outside)
+        cross_entropy(both)(batch).backward()
+        wanted = grads(both)
+        both.zero_grad()
+        replay = "isolate" if start == "isolated" else "auto"
+        mbs = elastic(model, micro_batch_size=4, replay=replay)
+        for _ in range(2):
+            mbs.backward(loss_fn, batch)
+        model.zero_grad(set_to_none=start != "zeros")
+        tails.append(outside)
+        with suppress(ReplayUnsafeError):
+            with inject:
+                mbs.backward(loss_fn, batch)
+            assert off_by(both, wanted) <= 1e-12
+
+
 def test_no_hook_is_ever_on_the_users_model(model: nn.Sequential, batch: Pair, door: int) -> None:
     hooks: list[int] = []
 

@@ -16,7 +16,9 @@ from elastic_mbs import (
     OutOfMemory,
     Policy,
 )
+from elastic_mbs.errors import ReplayUnsafeError
 from elastic_mbs.testing import InjectOOM
+from stress.reference.state import error_of
 from tests.helpers.contrast import Contrast, samples
 from tests.helpers.steps import FailOn, elastic, grads, mlp, off_by
 
@@ -48,6 +50,66 @@ def test_options_and_other_doors_give_the_same_gradient(by: str) -> None:
     assert result.noise_scale is None, (
         "a piece has no loss of its own, so its gradient says nothing of the noise"
     )
+
+
+class Late(Contrast):
+    """A case that uses the temperature, and a module outside the model, from some call on."""
+
+    def __init__(self, *, with_tail: bool) -> None:
+        super().__init__(nn.Dropout(0.2))
+        self.tail = nn.Linear(4, 4).double()
+        self.with_tail = with_tail
+        self.late = False
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [*super().leaves, *self.tail.parameters()]
+
+    def embed(self, x: Tensor) -> Tensor:
+        z = super().embed(x)
+        return self.tail(z) if self.late and self.with_tail else z
+
+    def over(self, z: Tensor) -> Tensor:
+        return super().over(z) if self.late else (z @ z.T).tril(-1).exp().mean()
+
+
+@pytest.mark.parametrize("there", [(), ("temperature",), ("tail",)])
+@pytest.mark.parametrize("with_tail", [False, True])
+def test_a_late_leaf_is_exact_or_refused(there: tuple[str, ...], with_tail: bool) -> None:
+    x, exact, refused = samples(8), 0, 0
+    for first in range(2, 200, 7):
+        case = Late(with_tail=with_tail)
+        mbs = elastic(case.model, micro_batch_size=3)
+        for _ in range(2):
+            mbs.backward_embeddings(case.embed, case.over, x)
+        case.zero()
+        case.late = True
+        full = [case.temperature] if "temperature" in there else []
+        full += case.tail.parameters() if "tail" in there else []
+        for leaf in full:
+            leaf.grad = torch.ones_like(leaf)
+        before = torch.get_rng_state()
+        try:
+            with InjectOOM(at=[first, first + 9]) as inject:
+                result = mbs.backward_embeddings(case.embed, case.over, x)
+        except ReplayUnsafeError:
+            assert all(leaf.grad is not None for leaf in full), "the user's gradient is lost"
+            refused += 1
+            continue
+        found = grads(case.leaves)
+        case.zero()
+        for leaf in full:
+            leaf.grad = torch.ones_like(leaf)
+        torch.set_rng_state(before)
+        case.over(
+            torch.cat([case.embed(x[start:stop]) for start, stop in result.partition])
+        ).backward()
+        assert error_of(found, grads(case.leaves)) <= EXACT
+        exact += 1
+        if not inject.hits:
+            break
+    assert exact
+    assert bool(refused) == (with_tail and "tail" in there)
 
 
 @pytest.mark.no_oom_injection

@@ -15,6 +15,7 @@ WORST = Facts(
     stop=8,
     edited=True,
     unknown="(3,)",
+    unwatched=True,
     streams_lost=True,
     before_backward=True,
     synchronous=False,
@@ -35,7 +36,8 @@ ROWS: list[tuple[dict[str, Any], Mode, str]] = [
     ({"earlier_committed": False}, Mode.STEP, "smaller pieces would not be those"),
     ({"bound": False}, Mode.PIECE, ""),
     ({"before_backward": False}, Mode.STEP, "the error can be asynchronous"),
-    ({"synchronous": True}, Mode.STEP, "the piece had partly committed"),
+    ({"synchronous": True}, Mode.STEP, "a function written in Python came into the graph"),
+    ({"unwatched": False}, Mode.STEP, "the piece had partly committed"),
     ({"isolated": True}, Mode.ISOLATED, ""),
     ({"isolated": False, "commits": 0}, Mode.PIECE, ""),
 ]

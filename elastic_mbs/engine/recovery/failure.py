@@ -43,6 +43,7 @@ def failure_of(
         verdict=verdict,
         commits=left.commits,
         unknown=left.unknown,
+        unwatched=left.unwatched,
         edited=parts.edits.by_a_failed_piece(),
     )
     parts.hooks.drop_graph(attempt.terms)

@@ -72,6 +72,7 @@ def facts_of(parts: CallParts, failure: Failure, now: Pass) -> Facts:
         stop=failure.piece.stop,
         edited=failure.edited,
         unknown=failure.unknown,
+        unwatched=failure.unwatched,
         streams_lost=parts.snapshot.piece_is_lost(first=not committed),
         before_backward=not failure.phase.after_forward,
         synchronous=failure.verdict.synchronous,

@@ -38,6 +38,7 @@ class Facts:
         stop: one past its last.
         edited: the attempt had edited its samples in place.
         unknown: the shape of a leaf with a gradient that the ledger does not know, or None.
+        unwatched: its backward may have run others inside, over leaves that nobody looked for.
         streams_lost: it is not known where the random streams stood at the piece's start.
         before_backward: it failed while loading or in its forward.
         synchronous: the error belongs to the operation that raised it.
@@ -53,6 +54,7 @@ class Facts:
     stop: int
     edited: bool
     unknown: str | None
+    unwatched: bool
     streams_lost: bool
     before_backward: bool
     synchronous: bool
@@ -107,6 +109,10 @@ _RULES: tuple[tuple[Callable[[Facts], object], Replay], ...] = (
     (
         lambda facts: not facts.synchronous,
         _step("the error can be asynchronous, so it is not known which gradients it reached"),
+    ),
+    (
+        lambda facts: facts.unwatched,
+        _step("a function written in Python came into the graph, and can have run a backward"),
     ),
     (lambda facts: facts.isolated, _ISOLATED),
     (lambda facts: facts.commits, _step("the piece had partly committed")),
