@@ -16,9 +16,11 @@ from elastic_mbs.errors import GradientsChangedError, ReplayUnsafeError
 from elastic_mbs.events import Event
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import (
+    FailOn,
     Pair,
     cross_entropy,
     elastic,
+    failing,
     grads,
     mlp,
     off_by,
@@ -318,6 +320,27 @@ def test_gradients_are_exact_wherever_memory_runs_out(
     assert {
         event.mode for event in events if isinstance(event, OutOfMemory) and event.committed
     } == modes
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has none")
+@pytest.mark.parametrize("there", [False, True])
+def test_gradients_wider_than_their_leaves_keep_their_type(there: bool) -> None:
+    model, (x, y) = mlp().bfloat16(), pairs()
+    batch = x.bfloat16(), y
+    for leaf in model.parameters():
+        leaf.grad_dtype = torch.float32
+        leaf.grad = torch.ones(leaf.shape) if there else None
+    before = [leaf.grad for leaf in model.parameters()]
+    mbs = elastic(model, micro_batch_size=4, accumulate_dtype=torch.float32)
+    mbs.backward(cross_entropy(model), batch)
+    for leaf, grad in zip(model.parameters(), before, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype is torch.float32
+        assert leaf.grad is grad or not there
+    fail = FailOn(2, error=lambda: ValueError("a mistake"))
+    with pytest.raises(ValueError, match="a mistake") as caught:
+        mbs.backward(failing(model, fail), batch)
+    assert ["may hold a part of it" in note for note in caught.value.__notes__] == [True]
 
 
 @pytest.mark.parametrize("start", ["empty", "zeros", "isolated"])
