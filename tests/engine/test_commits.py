@@ -374,6 +374,30 @@ def test_a_hidden_leaf_outside_that_appears_late_is_refused_or_exact(start: str)
             assert off_by(both, wanted) <= 1e-12
 
 
+@pytest.mark.no_oom_injection
+def test_a_function_that_appears_late_is_refused_once_where_gradients_are_there() -> None:
+    model, batch, late = mlp(), pairs(), list[bool]()
+    wanted = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
+
+    def loss_fn(piece: Pair) -> Tensor:
+        hidden: Any = model[:2](piece[0])
+        out: Any = checkpoint(model[2], hidden, use_reentrant=True) if late else model[2](hidden)
+        return nn.functional.cross_entropy(out, piece[1])
+
+    mbs = elastic(model, micro_batch_size=4)
+    for _ in range(2):
+        mbs.backward(loss_fn, batch)
+    late.append(True)
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(ReplayUnsafeError, match="came into the graph"), InjectOOM(at=[12]):
+        mbs.backward(loss_fn, batch)
+    model.zero_grad(set_to_none=False)
+    with InjectOOM(at=[12]) as inject:
+        mbs.backward(loss_fn, batch)
+    assert inject.hits
+    assert off_by(model, wanted) <= 1e-12
+
+
 def test_no_hook_is_ever_on_the_users_model(model: nn.Sequential, batch: Pair, door: int) -> None:
     hooks: list[int] = []
 
