@@ -69,7 +69,6 @@ class CallGradients:
 
     isolation: Isolation | None = None
     _census_taken = False  # in this call
-    _custom: frozenset[str] = frozenset()  # Python functions in the graph of the running attempt
     _seen: Observation | None = None  # all gradients after the running attempt's backward
     _modified = False  # the call has written to `.grad` directly
     _failed = False  # an attempt of this call has failed
@@ -148,12 +147,11 @@ class CallGradients:
         if self.settled:
             return
         profile = self._profile
-        self._custom = frozenset()
         known = profile.census_taken and (self._census_taken or not profile.extra_leaves)
         if known and not self._failed:
             return
         census = _census(attempt)
-        self._custom = census.custom
+        profile.learn_custom(census.custom)
         self._add_leaves(census.leaves)
         model = self._resources.model
         profile.learn_census(normalises_batch=census.normalises_batch or model.normalises_batch())
@@ -200,11 +198,6 @@ class CallGradients:
 
     # ------------------------------------------------------------------ backward
 
-    @property
-    def _watches(self) -> bool:
-        """True if a look is taken at backwards inside the running attempt's backward."""
-        return bool(self._profile.custom or self._custom)
-
     def run(self, attempt: Attempt, weight: float) -> None:
         """Run backward from the attempt's loss times `weight`."""
         loss = attempt.graph
@@ -216,7 +209,7 @@ class CallGradients:
             return
         self._set_aside()
         self._modified = self._modified or self.isolation is None
-        if not self._watches:
+        if not self._profile.custom:
             self._run(loss, weight)
             return
         root = attempt.root
@@ -307,7 +300,8 @@ class CallGradients:
     def _learn(self, attempt: Attempt, committed: list[torch.Tensor]) -> None:
         """Learn from a clean backward with a number of commits that is new."""
         resources = self._resources
-        self._profile.learn_commits(len(committed), _census(attempt).custom)
+        self._profile.learn_commits(len(committed))
+        self._profile.learn_custom(_census(attempt).custom)
         for leaf in committed:
             if has_hook(leaf):
                 resources.warn(
@@ -355,7 +349,8 @@ class CallGradients:
             for leaf in census.leaves
             if leaf.grad is not None and leaf not in self._ledger
         ]
-        unwatched = bool(census.custom) and not self._watches
+        unwatched = bool(census.custom) and not self._profile.custom
+        self._profile.learn_custom(census.custom)
         return Left(commits, unknown[0] if unknown else None, unwatched)
 
     def drop_piece(self) -> None:

@@ -29,7 +29,7 @@ class _Held:
         leaf: the leaf, held weakly: a step can make leaves of its own for each piece.
         original: the user's `.grad`, kept as an object because it can be a view into a bucket.
         total: the sum of the pieces: the original itself, or a wider copy.
-        wide: the sum is of a wider type than the leaf.
+        wide: the sum is of a wider type than the gradient.
         written: the sum is being written to the leaf, or was.
         finished: the sum was written to the leaf.
     """
@@ -40,6 +40,14 @@ class _Held:
     wide: bool
     written: bool = False
     finished: bool = False
+
+
+def _type_of(leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.dtype:
+    """Return the type of a leaf's gradient, which need not be the leaf's own (`grad_dtype`)."""
+    if grad is not None:
+        return grad.dtype
+    own: torch.dtype | None = getattr(leaf, "grad_dtype", None)  # None: any type
+    return own or leaf.dtype
 
 
 class Isolation:
@@ -58,7 +66,8 @@ class Isolation:
         for leaf in leaves:
             held = self._held.get(id(leaf))
             if held is None or held.leaf() is not leaf:
-                wide = self._dtype is not None and leaf.dtype in (torch.float16, torch.bfloat16)
+                half = _type_of(leaf, leaf.grad) in (torch.float16, torch.bfloat16)
+                wide = self._dtype is not None and half
                 self._held[id(leaf)] = _Held(
                     TensorWeakRef(leaf), leaf.grad, None if wide else leaf.grad, wide
                 )
@@ -122,7 +131,7 @@ class Isolation:
                     leaf.grad = (
                         held.original.copy_(total)
                         if same and held.original is not None
-                        else total.to(leaf.dtype)
+                        else total.to(_type_of(leaf, held.original))
                     )
                 held.finished, held.total = True, None
         self._held.clear()

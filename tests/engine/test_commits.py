@@ -29,9 +29,11 @@ from tests.helpers.step_kinds import (
     unwritable_gradient,
 )
 from tests.helpers.steps import (
+    FailOn,
     Pair,
     cross_entropy,
     elastic,
+    failing,
     grads,
     mlp,
     off_by,
@@ -100,6 +102,27 @@ def test_gradients_are_exact_wherever_memory_runs_out(
     } == modes
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has none")
+@pytest.mark.parametrize("there", [False, True])
+def test_gradients_wider_than_their_leaves_keep_their_type(there: bool) -> None:
+    model, (x, y) = mlp().bfloat16(), pairs()
+    batch = x.bfloat16(), y
+    for leaf in model.parameters():
+        leaf.grad_dtype = torch.float32
+        leaf.grad = torch.ones(leaf.shape) if there else None
+    before = [leaf.grad for leaf in model.parameters()]
+    mbs = elastic(model, micro_batch_size=4, accumulate_dtype=torch.float32)
+    mbs.backward(cross_entropy(model), batch)
+    for leaf, grad in zip(model.parameters(), before, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype is torch.float32
+        assert leaf.grad is grad or not there
+    fail = FailOn(2, error=lambda: ValueError("a mistake"))
+    with pytest.raises(ValueError, match="a mistake") as caught:
+        mbs.backward(failing(model, fail), batch)
+    assert ["may hold a part of it" in note for note in caught.value.__notes__] == [True]
+
+
 @pytest.mark.parametrize("start", ["empty", "zeros", "isolated"])
 def test_a_hidden_leaf_outside_that_appears_late_is_refused_or_exact(start: str) -> None:
     """Nobody looked for it where the call is not the first, so its commits are not known."""
@@ -129,6 +152,30 @@ def test_a_hidden_leaf_outside_that_appears_late_is_refused_or_exact(start: str)
             with inject:
                 mbs.backward(loss_fn, batch)
             assert off_by(both, wanted) <= 1e-12
+
+
+@pytest.mark.no_oom_injection
+def test_a_function_that_appears_late_is_refused_once_where_gradients_are_there() -> None:
+    model, batch, late = mlp(), pairs(), list[bool]()
+    wanted = whole_gradient(model, lambda twin: cross_entropy(twin)(batch))
+
+    def loss_fn(piece: Pair) -> Tensor:
+        hidden: Any = model[:2](piece[0])
+        out: Any = checkpoint(model[2], hidden, use_reentrant=True) if late else model[2](hidden)
+        return nn.functional.cross_entropy(out, piece[1])
+
+    mbs = elastic(model, micro_batch_size=4)
+    for _ in range(2):
+        mbs.backward(loss_fn, batch)
+    late.append(True)
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(ReplayUnsafeError, match="came into the graph"), InjectOOM(at=[12]):
+        mbs.backward(loss_fn, batch)
+    model.zero_grad(set_to_none=False)
+    with InjectOOM(at=[12]) as inject:
+        mbs.backward(loss_fn, batch)
+    assert inject.hits
+    assert off_by(model, wanted) <= 1e-12
 
 
 def test_no_hook_is_ever_on_the_users_model(model: nn.Sequential, batch: Pair, door: int) -> None:

@@ -32,7 +32,7 @@ class LossProfile:
     census_taken: bool = False
     # The census found leaves outside the model. Each call then takes it again.
     extra_leaves: bool = False
-    # Python functions in the graph that had a clean backward. They can run another one inside.
+    # Python functions in the graph. Their backward can run another one inside.
     custom: set[str] = field(default_factory=set)
     draws: bool = False  # the step draws random numbers
     changes_buffers: bool = False
@@ -68,9 +68,12 @@ class LossProfile:
         """Record that the graph reaches leaves outside the model."""
         self.extra_leaves = True
 
-    def learn_commits(self, commits: int, custom: Collection[str]) -> None:
-        """Record a clean backward: its number of commits, and the Python functions in its graph."""
+    def learn_commits(self, commits: int) -> None:
+        """Record the number of commits of a clean backward."""
         self.commits.add(commits)
+
+    def learn_custom(self, custom: Collection[str]) -> None:
+        """Record the Python functions in a graph."""
         self.custom.update(custom)
 
     def learn_draws(self, drew: bool) -> None:
