@@ -40,6 +40,7 @@ from tests.helpers.steps import (
     pairs,
     settled,
     through,
+    whole_gradient,
 )
 from tests.helpers.strikes import every_operation
 
