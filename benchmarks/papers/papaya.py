@@ -449,9 +449,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     subjects = []
     for make, start in chosen:
         # oneDNN's LSTM keeps memory for its backward that no fake shows, so it has no plan.
-        torch.backends.mkldnn.enabled = make is not models.lstm
+        torch.backends.mkldnn.enabled = make is not models.lstm  # type: ignore[assignment]  # a property
         subjects.append(subject(make, *((2, 1) if options.quick else (start, options.rounds))))
-    torch.backends.mkldnn.enabled = True
+    torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
     figures = {
         "environment": environment(CPU),
         "paper": PAPER,
