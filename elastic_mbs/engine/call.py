@@ -299,12 +299,9 @@ class Call:
         floor = self._floors.get(self._pass.training)
         if floor is not None:
             floor.committed(attempt.piece.start, attempt.piece.stop)
-        self._notice_edits()
+        parts.edits.notice(parts.progress)
         self.attempt = None
         self.phase = Phase.WAITING
-
-    def _notice_edits(self) -> None:
-        self.parts.edits.notice(others_see=self.parts.progress.has_others)
 
     # ------------------------------------------------------------------ after a failed attempt
 
@@ -353,7 +350,7 @@ class Call:
         if training:
             gradients.check_after(first=parts.progress.untouched)
         gradients.finish()
-        self._notice_edits()
+        parts.edits.notice(parts.progress)
         if gradients.full and not profile.draws:
             profile.learn_draws(parts.snapshot.drew_since_start())
         if self._pass.outputs == "device":

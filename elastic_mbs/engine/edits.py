@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic_mbs.batch.view import BatchView
+from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.knowledge import LossProfile
 from elastic_mbs.errors import BatchError
 
@@ -32,11 +33,11 @@ class BatchEdits:
             self._profile.learn_edits()
         return edited
 
-    def notice(self, *, others_see: bool) -> None:
+    def notice(self, progress: Progress) -> None:
         """Learn from a committed piece that the step edits its samples: later pieces are copies.
 
         Args:
-            others_see: other pieces of the batch have run or will run.
+            progress: the other pieces of the batch.
 
         Raises:
             BatchError: the step has edited a tensor that every piece gets whole.
@@ -46,7 +47,7 @@ class BatchEdits:
         if not self._view.whole_edited(self._versions):
             self._profile.learn_edits()
             self.earlier = True
-        elif others_see:
+        elif progress.has_others:
             raise BatchError(
                 "a tensor that every piece gets whole was changed in place by loss_fn, so later "
                 "pieces would see it changed: work on a copy (w = w.clone()) inside loss_fn, and "

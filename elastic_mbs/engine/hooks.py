@@ -37,26 +37,24 @@ Hook = AbstractContextManager[object]  # `__exit__` can run twice, or without `_
 
 
 class _Injector:
-    """The hook of the fault injector, where a test has set one."""
+    """The hook of the fault injector that a test has set."""
 
-    def __init__(self, progress: Progress, resources: Resources) -> None:
+    def __init__(self, injector: Any, progress: Progress, resources: Resources) -> None:
+        self._injector = injector
         self._progress = progress
         self._resources = resources
-        self._running: Any = None
+        self._running = False
 
     def __enter__(self) -> None:
-        if fault_injector is not None:
-            # Before a failed piece has committed, an injected error could be one too many for it.
-            ready = self._progress.recovered
-            modules = self._resources.model.modules
-            fault_injector.begin(self._progress, modules, ready=ready)
-            self._running = fault_injector
+        # Before a failed piece has committed, an injected error could be one too many for it.
+        ready = self._progress.recovered
+        self._injector.begin(self._progress, self._resources.model.modules, ready=ready)
+        self._running = True
 
     def __exit__(self, *error: object) -> None:
-        running = self._running
-        self._running = None
-        if running is not None:
-            running.end()
+        if self._running:
+            self._running = False
+            self._injector.end()
 
 
 class _Guard:
@@ -100,7 +98,7 @@ class AttemptHooks:
         """
         self._resources = resources
         self._own_graph = own_graph
-        self._injector = _Injector(progress, resources)
+        self._progress = progress
         self._running: list[Attempt] = []  # one at most; shared with the table
         self.escalate(escalated)
 
@@ -116,7 +114,8 @@ class AttemptHooks:
         if "checkpoint" in used:
             roots = self._resources.model.roots
             hooks.append(CheckpointedBlocks(roots, self._resources.streams))
-        hooks.append(self._injector)
+        if fault_injector is not None:
+            hooks.append(_Injector(fault_injector, self._progress, self._resources))
         if self._resources.guard is not None:
             hooks.append(_Guard(self._resources.guard))
         self._hooks = tuple(hooks)
