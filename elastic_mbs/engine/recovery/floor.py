@@ -21,8 +21,8 @@ _NAP = 0.25  # longest time between two looks at the memory while waiting, in se
 # count as others.
 _OTHERS = 16
 _ESCALATE = (
-    'recovery=RecoveryOptions(escalate=("offload", "checkpoint")), which needs less memory for '
-    "each sample; "
+    'recovery=RecoveryOptions(escalate=("offload", "checkpoint")), which offloads saved tensors '
+    "and then turns on activation checkpointing; "
 )
 
 

@@ -181,11 +181,10 @@ def unwind(parts: CallParts, error: BaseException) -> None:
 
 def call_on_fatal(parts: CallParts, error: BaseException) -> None:
     """Run the user's `on_fatal`, which can save with everything restored."""
-    on_fatal = parts.resources.settings.recovery.on_fatal
-    if on_fatal is None or not isinstance(error, RecoveryError):
-        return
     try:
-        on_fatal(error)
+        on_fatal = parts.resources.settings.recovery.on_fatal
+        if on_fatal is not None and isinstance(error, RecoveryError):
+            on_fatal(error)
     except Exception as problem:  # it must not take the place of the error that is on its way
         error.add_note(f"elastic_mbs: on_fatal raised {type(problem).__name__}: {problem}")
 
