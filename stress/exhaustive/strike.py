@@ -167,10 +167,10 @@ def is_recovery(path: str) -> bool:
 
 @lru_cache(maxsize=512)
 def between(code: CodeType) -> frozenset[int]:
-    """Return the offsets at which a `with` block ends.
+    """Return the offsets at which no exception can come.
 
-    The interpreter calls `__exit__` there without looking for signals, so no exception can come in
-    between.
+    Where a `with` block ends, the interpreter calls `__exit__` without looking for signals. The
+    line of a `try:` does nothing at all.
     """
     instructions = list(dis.get_instructions(code))
     found = set()
@@ -183,6 +183,7 @@ def between(code: CodeType) -> frozenset[int]:
             and len(names) > 3
             and names[3][0] in ("PRECALL", "CALL")
         )
-        if leaves or (names and names[0][0] == "WITH_EXCEPT_START"):
+        nothing = instruction.opname == "NOP"
+        if nothing or leaves or (names and names[0][0] == "WITH_EXCEPT_START"):
             found.add(instruction.offset)
     return frozenset(found)
