@@ -44,7 +44,7 @@ def library() -> Path:
 def _arguments(made: Path) -> list[str]:
     root = Path(torch.__file__).parent
     include, libraries = root / "include", root / "lib"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", f"-I{include}"]
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-I{include}"]
     flags += [f"-I{include / 'torch/csrc/api/include'}", "-o", str(made), str(SOURCE)]
     return [*flags, f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
 
