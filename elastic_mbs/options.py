@@ -186,6 +186,7 @@ class Options(TypedDict, total=False):
     outputs: OutputPlace
     log: str | os.PathLike[str] | None
     on_event: Sink | Iterable[Sink]
+    optimizers: Sequence[torch.optim.Optimizer]
     name: str | None
     enabled: bool
     policy: Policy | None

@@ -70,6 +70,7 @@ class ElasticMBS:
             `elastic-mbs report` and `elastic-mbs watch`.
         on_event: a function, or several, that get each `Event`, a `CallDone` for each finished call
             among them; see `elastic_mbs.sinks` for some.
+        optimizers: those whose `step()` is guarded in place, as `optimizer_step` does it.
         name: name in logs and events; "elastic_mbs" by default.
         enabled: False makes each call a plain pass over the whole batch, with nothing caught.
         policy: which sizes are allowed, and how eagerly the size is raised.
@@ -111,7 +112,8 @@ class ElasticMBS:
             counted=settings.reduction == "sum",
             warn_once=self._resources.warn,
         )
-        self._calls = calls(self._resources, self._knowledge, batches)
+        optimizers = options.get("optimizers", ())
+        self._calls = calls(self._resources, self._knowledge, batches, optimizers)
         self._rehearsal = Rehearsal(self._resources, self._knowledge, batches)
 
     # ------------------------------------------------------------------ lifetime

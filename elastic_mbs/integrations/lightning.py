@@ -47,6 +47,11 @@ class ElasticCallback(Callback):
             raise UsageError(
                 "GradientOptions(backward=) is Lightning's: override LightningModule.backward"
             )
+        if options.get("optimizers"):
+            raise UsageError(
+                "optimizers= cannot be guarded in Lightning, whose steps run training_step inside: "
+                "leave it out"
+            )
         count = options.get("count")
         if isinstance(count, Mapping):
             raise UsageError(
