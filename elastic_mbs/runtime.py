@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_mbs.arguments import closed
+from elastic_mbs.arguments import check_place, closed
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.calls import Calls
@@ -27,6 +27,7 @@ from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import Headroom, Reading
 from elastic_mbs.options import Options, OutputPlace, Settings, check_names, event_log
 from elastic_mbs.planning.report import PlanReport
+from elastic_mbs.registry import check_same, register, runtime_of
 from elastic_mbs.rehearsal.rehearsal import Rehearsal
 from elastic_mbs.rehearsal.verify import VerifyReport
 from elastic_mbs.sinks.notebook import memory_bar, runtime_html, sentence
@@ -88,6 +89,7 @@ class ElasticMBS:
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], **options: Unpack[Options]) -> None:
         check_names("ElasticMBS", options)
+        self._options = options
         trained = TrainedModel(model)
         settings = Settings.of(options).for_model(
             normalises_batch=trained.normalises_batch(), group=trained.group
@@ -112,9 +114,28 @@ class ElasticMBS:
             counted=settings.reduction == "sum",
             warn_once=self._resources.warn,
         )
-        optimizers = options.get("optimizers", ())
-        self._calls = calls(self._resources, self._knowledge, batches, optimizers)
-        self._rehearsal = Rehearsal(self._resources, self._knowledge, batches)
+        work = (self._resources, self._knowledge, batches)
+        self._calls = calls(*work, options.get("optimizers", ()))
+        self._rehearsal = Rehearsal(*work)
+        register(trained.roots, self)
+
+    @classmethod
+    def of(cls, model: nn.Module, **options: Unpack[Options]) -> ElasticMBS:
+        """Return the runtime of a module: the latest that was made, or else a new one.
+
+        For a loop in another file, which is given the model alone: sizes are kept from one of its
+        calls to the next. A new runtime lives as long as the module.
+
+        Args:
+            model: a module that a runtime was made for, or one without a runtime.
+            **options: as for `ElasticMBS`, for a new runtime.
+
+        Raises:
+            UsageError: no module, or its runtime was made with other options.
+        """
+        found: ElasticMBS = runtime_of(model, lambda: cls(model, **options))
+        check_same(model, options, found._options)
+        return found
 
     # ------------------------------------------------------------------ lifetime
 
@@ -275,16 +296,7 @@ class ElasticMBS:
             RecoveryError: memory ran out and the batch could not be finished.
         """
         check_function(fn, "evaluate(fn, batch)")
-        if outputs is None:
-            raise UsageError(
-                'evaluate(outputs=None) would return nothing: use outputs="cpu" (the default) or '
-                '"device", and let fn return only what is needed'
-            )
-        if outputs not in ("cpu", "device"):
-            raise UsageError(
-                f'outputs={outputs!r} is not known: use "cpu" (the default), or "device" for '
-                "outputs that do not fill it"
-            )
+        check_place(outputs)
         return self._calls.evaluate(fn, batch, outputs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: object = None) -> None:
@@ -376,10 +388,9 @@ class ElasticMBS:
         head = f"ElasticMBS {settings.name!r} of {models}"
         if not self.enabled:
             return f"<{head}: disabled>"
-        calls = self.stats.calls
         last = self.last_result
         size = settings.micro_batch_size if last is None else last.micro_batch_size
-        return f"<{head}: {calls} calls, micro-batch {size}, {self._progress()}>"
+        return f"<{head}: {self.stats.calls} calls, micro-batch {size}, {self._progress()}>"
 
     def _repr_html_(self) -> str:
         """Return a notebook's view: the sizes of the last calls, their errors, and memory."""
@@ -390,11 +401,7 @@ class ElasticMBS:
             "out of memory": stats.ooms,
             "replayed samples": stats.replayed_samples,
         }
-        seen = self._resources.monitor.cached()
-        if isinstance(seen, Headroom):
-            memory = memory_bar(seen.held_by_others, seen.capacity - seen.free, seen.free)
-        else:
-            memory = sentence(seen.in_words())
+        memory = _memory_html(self._resources.monitor.cached())
         return runtime_html(repr(self).strip("<>"), facts, self._calls.history, memory)
 
     def progress(self, iterable: Iterable[Any] | None = None, /, **options: Any) -> Any:
@@ -476,12 +483,18 @@ class ElasticMBS:
 
         A number, or a dict where losses have names.
         """
-        for running in (self._calls, self._rehearsal):
-            if running.total is not None:
-                return running.total
+        for total in (self._calls.total, self._rehearsal.total):
+            if total is not None:
+                return total
         raise UsageError("mbs.total is known only while a batch runs: read it inside loss_fn")
 
     @property
     def headroom(self) -> Reading:
         """The latest memory reading."""
         return self._resources.monitor.latest()
+
+
+def _memory_html(seen: Reading) -> str:
+    if isinstance(seen, Headroom):
+        return memory_bar(seen.held_by_others, seen.capacity - seen.free, seen.free)
+    return sentence(seen.in_words())
