@@ -15,7 +15,7 @@ from elastic_mbs.integrations.frameworks import Framework
 
 @dataclass(frozen=True)
 class LightningNames:
-    """One of the two packages, and its classes.
+    """A package of Lightning, and its classes.
 
     Attributes:
         namespace: `lightning.pytorch` or `pytorch_lightning`.
