@@ -91,12 +91,13 @@ def world(*, fits: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, generator, discriminator, agent = mlp(3), mlp(4), mlp(1), Agent()
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = sgd([*model.parameters(), *agent.parameters()])
     dataset = TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
     rollout = dict(zip(["advantages", "returns", "log_probs"], torch.randn(3, 24), strict=True))
     subject = {
         "model": model,
         "criterion": Criterion(fits),
-        "optimizer": sgd([*model.parameters(), *agent.parameters()]),
+        "optimizer": optimizer,
     }
     data = {"dataset": dataset, "loader": DataLoader(dataset, 8), "DataLoader": DataLoader}
     half = {
@@ -116,7 +117,7 @@ def world(*, fits: int) -> dict[str, Any]:
         "rollout": {**rollout, "observations": dataset.tensors[0], "actions": dataset.tensors[1]},
     }
     rnn = nn.GRU(4, 3, num_layers=2, batch_first=True)
-    subject["optimizer"].add_param_group({"params": [*rnn.parameters()]})
+    optimizer.add_param_group({"params": [*rnn.parameters()]})
     text = torch.randn(3, 8, 5, 4).unbind(), torch.randint(0, 3, (3, 8, 5)).unbind()
     bptt = {"rnn": rnn, "chunks": [*zip(*text, strict=True)]}
     loops = {**data, **half, **gan, **ppo, **bptt}

@@ -22,7 +22,7 @@ from elastic_mbs.options import OutputPlace, Settings
 
 
 class DisabledCalls:
-    """Plain passes in place of calls. The methods are those of `elastic_mbs.calls.Calls`.
+    """Plain passes in place of calls. The methods are those of `elastic_mbs.doors.calls.Calls`.
 
     Attributes:
         last_result: result of the latest training pass.

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic_mbs.calls import Calls
 from elastic_mbs.controller.size_model import SizeModel
-from elastic_mbs.disabled import DisabledCalls
+from elastic_mbs.doors.calls import Calls
+from elastic_mbs.doors.disabled import DisabledCalls
 from elastic_mbs.engine.outcome.result import Stats, StepResult
 from elastic_mbs.engine.shared.knowledge import Knowledge
 from elastic_mbs.engine.shared.resources import Resources

@@ -40,7 +40,7 @@ KEPT = 500  # calls in the history
 
 
 class Calls:
-    """The calls of one runtime. `elastic_mbs.disabled.DisabledCalls` has the same methods.
+    """The calls of one runtime. `elastic_mbs.doors.disabled.DisabledCalls` has the same methods.
 
     Attributes:
         last_result: result of the latest training call.
