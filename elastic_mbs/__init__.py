@@ -29,6 +29,7 @@ from elastic_mbs.errors import (
     NestedCallError,
     OptimizerInBackwardError,
     OptimizerStepError,
+    PeerError,
     PoisonedDeviceError,
     RecoveryError,
     ReplayUnsafeError,
@@ -51,7 +52,12 @@ from elastic_mbs.events import (
 )
 from elastic_mbs.memory import Headroom, Holder, MemoryBudget, MemorySensor, Unavailable
 from elastic_mbs.noise_scale import NoiseScale
-from elastic_mbs.options import GradientOptions, MemoryOptions, RecoveryOptions
+from elastic_mbs.options import (
+    DistributedOptions,
+    GradientOptions,
+    MemoryOptions,
+    RecoveryOptions,
+)
 from elastic_mbs.planning.report import PlannedSize, PlannedWay, PlanReport
 from elastic_mbs.rehearsal.verify import VerifyReport
 from elastic_mbs.runtime import ElasticMBS
@@ -63,6 +69,7 @@ __all__ = [
     "CallDone",
     "CallFailed",
     "CountError",
+    "DistributedOptions",
     "ElasticMBS",
     "ElasticMBSError",
     "Escalated",
@@ -85,6 +92,7 @@ __all__ = [
     "OptimizerOutOfMemory",
     "OptimizerStepError",
     "OutOfMemory",
+    "PeerError",
     "PerPiece",
     "PlanReport",
     "PlannedSize",

@@ -18,7 +18,8 @@ ElasticMBSError
     ├── MicroBatchFloorError        (a torch.OutOfMemoryError)
     ├── ReplayUnsafeError
     ├── OptimizerStepError          (a torch.OutOfMemoryError)
-    └── PoisonedDeviceError
+    ├── PoisonedDeviceError
+    └── PeerError
 ```
 
 After any of them, gradients that were empty at the start of the call are empty again, and buffers
@@ -112,4 +113,12 @@ class PoisonedDeviceError(RecoveryError):
     """The device or its allocator cannot be trusted any more.
 
     Save everything that can still be read, and restart the process.
+    """
+
+
+class PeerError(RecoveryError):
+    """Another rank of the job could not finish the batch or its optimizer's step, or is gone.
+
+    Where the others answer, all ranks have undone it and may go on. Where the message says that
+    they cannot be reached, end the process: torchrun starts the job again.
     """

@@ -178,6 +178,27 @@ class MemoryOptions(_Group):
                 )
 
 
+@dataclass(frozen=True, repr=False)
+class DistributedOptions(_Group):
+    """Options of a job of many processes (`DistributedDataParallel`).
+
+    Attributes:
+        timeout: seconds that a rank waits for the others where they meet. It has to be longer than
+            what one of them does alone: an evaluation, a checkpoint, replays.
+    """
+
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        value = self.timeout
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
+            raise UsageError(f"timeout={value!r} is not a finite number of seconds above 0")
+
+
 class Options(TypedDict, total=False):
     """The options of `ElasticMBS`, by name; its docstring describes each of them."""
 
@@ -199,6 +220,7 @@ class Options(TypedDict, total=False):
     gradients: GradientOptions | None
     recovery: RecoveryOptions | None
     memory: MemoryOptions | None
+    distributed: DistributedOptions | None
 
 
 GROUPS: dict[str, type[Any]] = {
@@ -206,6 +228,7 @@ GROUPS: dict[str, type[Any]] = {
     "gradients": GradientOptions,
     "recovery": RecoveryOptions,
     "memory": MemoryOptions,
+    "distributed": DistributedOptions,
 }
 
 
@@ -269,6 +292,7 @@ class Settings:
     gradients: GradientOptions = field(default_factory=GradientOptions)
     recovery: RecoveryOptions = field(default_factory=RecoveryOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    distributed: DistributedOptions = field(default_factory=DistributedOptions)
     pieces: Pieces = "in_order"
     limits: Limits = field(init=False, repr=False)  # of the policy; read in every call
 
@@ -392,7 +416,8 @@ def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> d
         name: policy.pop(name)
         for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")
     }
-    for group in (settings, settings.gradients, settings.recovery, settings.memory):
+    groups = (settings.gradients, settings.recovery, settings.memory, settings.distributed)
+    for group in (settings, *groups):
         listed |= vars(group)
     device = devices()[0]
     return {

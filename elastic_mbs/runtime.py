@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.reader import BatchReader
+from elastic_mbs.distributed.peers import peers_of
 from elastic_mbs.doors.arguments import check_place, closed
 from elastic_mbs.doors.calls import Calls
 from elastic_mbs.doors.disabled import DisabledCalls
@@ -20,6 +21,7 @@ from elastic_mbs.doors.registry import check_same, register, runtime_of
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.shared.knowledge import Knowledge
+from elastic_mbs.engine.shared.peers import Alone
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import check_function
 from elastic_mbs.engine.shared.trained_model import TrainedModel
@@ -77,6 +79,8 @@ class ElasticMBS(RuntimeFigures):
             `on_fatal`.
         memory: `device` of the pieces, `prefetch`, `sensor` and `monitor_interval`,
             `wait_for_memory`, `host_guard`.
+        distributed: `timeout` of a job of many processes. Of a module wrapped in
+            `DistributedDataParallel` all ranks make their runtimes, and calls, together.
 
     Raises:
         UsageError: an argument makes no sense; the message names it and the way out.
@@ -96,7 +100,8 @@ class ElasticMBS(RuntimeFigures):
             calls = DisabledCalls
             settings = replace(settings, memory=replace(settings.memory, host_guard=False))
         log = event_log(settings, trained.devices, options.get("log"), options.get("on_event", ()))
-        self._resources = Resources(settings, trained, log, exact=self.enabled)
+        peers = peers_of(trained, settings) if self.enabled else Alone()
+        self._resources = Resources(settings, trained, log, exact=self.enabled, peers=peers)
         self._knowledge = Knowledge(settings)
         batches = BatchReader(
             options.get("dims"),
@@ -109,6 +114,7 @@ class ElasticMBS(RuntimeFigures):
             ),
             counted=settings.reduction == "sum",
             warn_once=self._resources.warn,
+            alone=peers.alone,
         )
         work = (self._resources, self._knowledge, batches)
         self._calls = calls(*work, options.get("optimizers", ()))

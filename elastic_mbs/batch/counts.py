@@ -34,7 +34,7 @@ class _Column:
     # prefix[i]: terms before sample i, in a unit in which all are whole, so that a share is rounded
     # once
     prefix: Sequence[int]
-    units: int  # in the batch
+    units: float  # in the batch
     total: int | float
 
 
@@ -60,26 +60,56 @@ class Counts:
         return cls({None: _Column(range(n + 1), n, n)}, n)
 
     @classmethod
-    def read(cls, count: CountFn | Mapping[str, CountFn | None] | None, view: BatchView) -> Counts:
+    def read(
+        cls,
+        count: CountFn | Mapping[str, CountFn | None] | None,
+        view: BatchView,
+        *,
+        alone: bool = True,
+    ) -> Counts:
         """Call `count` on the whole batch, or each function of a dict (None in it: samples).
 
-        Each vector is copied to the host once.
+        Each vector is copied to the host once. Unless `alone`, the batch is a part of a larger one,
+        and may have no loss term.
         """
         samples = cls.samples(view.length)
         if count is None:
             return samples
         if not isinstance(count, Mapping):
-            return cls({None: _column(count, view, "count")}, view.length)
+            return cls({None: _column(count, view, "count", alone=alone)}, view.length)
         if not count or not all(isinstance(name, str) for name in count):
             raise CountError(
                 f"count is the dict {dict(count)!r}: its keys are the names of the losses that "
                 "loss_fn returns, one at least"
             )
         each: dict[str | None, _Column] = {
-            name: samples._columns[None] if fn is None else _column(fn, view, f"count[{name!r}]")
+            name: samples._columns[None]
+            if fn is None
+            else _column(fn, view, f"count[{name!r}]", alone=alone)
             for name, fn in count.items()
         }
         return cls(each, view.length)
+
+    @classmethod
+    def none(cls, names: Sequence[str] | None) -> Counts:
+        """Return the counts of no sample, for losses with these names or for a single one."""
+        return cls({name: _Column([0], 0, 0) for name in names or (None,)}, 0)
+
+    def totals(self) -> list[float]:
+        """Return the loss terms of the batch, for each loss."""
+        return [float(column.total) for column in self._columns.values()]
+
+    def among(self, totals: Sequence[float]) -> Counts:
+        """Return the same counts as a part of larger totals, one for each loss."""
+        columns = {
+            name: _Column(
+                column.prefix,
+                column.units * total / column.total if column.total else 1,
+                type(column.total)(total),
+            )
+            for (name, column), total in zip(self._columns.items(), totals, strict=True)
+        }
+        return Counts(columns, self.n)
 
     def weights(
         self, start: int, stop: int, reduction: str = "mean"
@@ -91,7 +121,7 @@ class Counts:
         shares = {}
         # not a comprehension, which is a call of its own: this runs for every piece
         for name, column in self._columns.items():
-            shares[name] = (column.prefix[stop] - column.prefix[start]) / column.units
+            shares[name] = (column.prefix[stop] - column.prefix[start]) / (column.units or 1)
         if not any(shares.values()):
             return None
         return (
@@ -101,7 +131,7 @@ class Counts:
         )
 
 
-def _column(count: Any, view: BatchView, where: str) -> _Column:
+def _column(count: Any, view: BatchView, where: str, *, alone: bool) -> _Column:
     """Return the counts of one loss, in the order in which the samples run."""
     if not callable(count):
         raise CountError(
@@ -118,7 +148,7 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
         )
     if not set(map(type, values)) <= {int, float}:
         values = [_number(value, i, where) for i, value in enumerate(values)]
-    total = _total(values, where)
+    total = _total(values, where, alone=alone)
     if view.sorted is not None:
         values = [values[i] for i in view.sorted.order]
     if float in set(map(type, values)):
@@ -128,8 +158,11 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
     return _Column([0, *accumulate(values)], sum(values), total)
 
 
-def _total(values: list[Any], where: str) -> int | float:
-    """Return the sum of the counts, none of which is negative or infinite, and not all are 0."""
+def _total(values: list[Any], where: str, *, alone: bool) -> int | float:
+    """Return the sum of the counts, none of which is negative or infinite.
+
+    They are not all 0, unless other ranks have some.
+    """
     floating = float in set(map(type, values))
     try:
         if min(values) < 0 or (floating and not all(map(math.isfinite, values))):
@@ -144,7 +177,7 @@ def _total(values: list[Any], where: str) -> int | float:
             f"{where} adds up to more than a float can hold ({sys.float_info.max:.3g}): scale the "
             "counts down"
         ) from None
-    if not total:
+    if not total and alone:
         raise CountError(
             f"{where} is zero for all {len(values)} samples, so the loss is a mean over nothing "
             "(is every label ignored?)\n"

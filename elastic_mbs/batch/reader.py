@@ -30,6 +30,7 @@ class BatchReader:
         *,
         counted: bool,
         warn_once: Callable[[str, str], None],
+        alone: bool = True,
     ) -> None:
         if not (count is None or callable(count) or isinstance(count, Mapping)):
             raise UsageError(
@@ -39,6 +40,7 @@ class BatchReader:
         self._dims, self._count, self._by_length = dims, count, by_length
         self._counted = counted or count is not None  # the loss is right without counts
         self._warn_once = warn_once  # takes the kind of a warning and its text
+        self._alone = alone  # False: other ranks have a part of each batch, and its loss terms
         self._known_lists: dict[str, Any] = {}  # by the name of the loss function, see `BatchView`
         self._looked_at: set[str] = set()
 
@@ -80,7 +82,11 @@ class BatchReader:
         May be repeated where memory ran out.
         """
         view = self.view(batch, name, training=training, args=given[0], kwargs=given[1])
-        return view, Counts.read(self._count if training else None, view)
+        return view, Counts.read(self._count if training else None, view, alone=self._alone)
+
+    def nothing(self) -> Counts:
+        """Return the counts of a batch of which other ranks have all samples."""
+        return Counts.none(self.count_names)
 
     def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
         """Return the first samples of a batch, with their counts."""

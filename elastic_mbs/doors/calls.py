@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -15,15 +16,17 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.engine.call import Call, PassesOf
+from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, stored_bytes
 from elastic_mbs.engine.parts import Batch, CallParts
 from elastic_mbs.engine.passes import OnePass
-from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
+from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile, names_of
+from elastic_mbs.engine.shared.peers import Peers
 from elastic_mbs.engine.shared.resources import Resources
-from elastic_mbs.engine.shared.running import running_call
+from elastic_mbs.engine.shared.running import check_outer, running_call
 from elastic_mbs.engine.two_pass.passes import TwoPasses, Unweighted
-from elastic_mbs.errors import IncompleteBatchError
+from elastic_mbs.errors import IncompleteBatchError, UnsupportedError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
@@ -88,6 +91,7 @@ class Calls:
         if error is None:
             self.check_complete()
             return
+        self._resources.peers.leave(f"{type(error).__name__}: {error}")
         is_oom = self._resources.settings.recovery.is_oom
         if isinstance(error, Exception) and oom.classify(error, is_oom) is not None:
             left = self._steps.left_behind()
@@ -100,6 +104,7 @@ class Calls:
         if call is not None and not call.finished:
             call.abort(IncompleteBatchError("closed in the middle of a batch"))
         resources = self._resources
+        resources.peers.leave("its ElasticMBS was closed")
         resources.monitor.stop()
         self._steps.stop()
         for guard in self._guards:
@@ -134,9 +139,12 @@ class Calls:
         kwargs: Mapping[str, Any],
     ) -> StepResult:
         """Run `loss_fn` on every piece. See `ElasticMBS.backward`."""
+        if batch is None and not self._resources.peers.alone:
+            return self._without_samples()
         name, identity = names_of(loss_fn)
-        view, counts = self._read(batch, name, (args, kwargs))
-        call = self._begin(Batch(view, counts, name, identity))
+        with self._beginning() as peers:
+            view, counts = self._read(batch, name, (args, kwargs))
+            call = self._begin(Batch(view, peers.share(counts), name, identity))
         with call:
             call.run(loss_fn, args, kwargs)
         return self._finish(call)
@@ -145,6 +153,11 @@ class Calls:
         self, embed_fn: Callable[[Any], Any], loss_fn: Callable[[Any], Any], batch: Any
     ) -> StepResult:
         """Run `embed_fn` on every piece, twice. See `ElasticMBS.backward_embeddings`."""
+        if not self._resources.peers.alone:
+            raise UnsupportedError(
+                "backward_embeddings compares the samples of one rank, and those of the other "
+                "ranks are not gathered: not supported with DistributedDataParallel"
+            )
         name, identity = names_of(embed_fn)
         view, _ = self._read(batch, name, counted=False)
         counts = Unweighted.samples(view.length)
@@ -162,8 +175,13 @@ class Calls:
 
     def micro_batches(self, batch: Any, name: str, *, own_graph: bool) -> Iterator[MicroBatch]:
         """Return the loop over the pieces. See `ElasticMBS.micro_batches`."""
-        view, counts = self._read(batch, name)
-        call = self._begin(Batch(view, counts, name, name, own_graph=own_graph))
+        if batch is None and not self._resources.peers.alone:
+            self._without_samples()
+            return iter(())
+        with self._beginning() as peers:
+            view, counts = self._read(batch, name)
+            work = Batch(view, peers.share(counts), name, name, own_graph=own_graph)
+            call = self._begin(work)
         return loop(call, self._finish)
 
     def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace) -> Any:
@@ -187,6 +205,37 @@ class Calls:
             self._steps.begun = None  # it has answered for its step
 
     # ------------------------------------------------------------------ how a call starts and ends
+
+    @contextmanager
+    def _beginning(self) -> Iterator[Peers]:
+        """Begin a training call: an error in this block ends it on the other ranks, too."""
+        self.check_complete()
+        check_outer(self._resources, training=True)
+        peers = self._resources.peers
+        try:
+            peers.begin()
+            yield peers
+        except BaseException as error:
+            peers.failed(error)
+            raise
+
+    def _without_samples(self) -> StepResult:
+        """Take part in a batch of which other ranks have all samples."""
+        resources = self._resources
+        with self._beginning() as peers:
+            resources.wake()
+            resources.refresh_model()
+            gradients = CallGradients(resources, LossProfile(), training=True)
+            try:
+                peers.share(self._batches.nothing())
+                result = peers.meet(gradients, StepResult(partition=(), micro_batch_size=0))
+            except BaseException:
+                gradients.unwind()
+                raise
+            finally:
+                gradients.close()
+        self.last_result = result
+        return result
 
     def _begin(self, batch: Batch, outputs: OutputPlace = None) -> Call:
         """Begin a call with one pass over its batch."""

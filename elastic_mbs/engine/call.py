@@ -236,6 +236,7 @@ class Call:
         parts = self.parts
         gradients = parts.gradients
         gradients.check_before(first=parts.progress.untouched)
+        self.resources.peers.before_backward(gradients)
         weight = attempt.weigh(value, parts.batch.counts.names, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.
@@ -370,6 +371,8 @@ class Call:
                 lambda: gradients.noise_scale(noise, skipped, adds_up=adds_up),
             )
         parts.report.inform_controller(progress, fresh=not gradients.full)
+        if training:  # last of all that can fail on this rank alone
+            result = resources.peers.meet(gradients, result)
         result = self.passes.finish(result)
         running.leave_call(self)
         self.phase = Phase.WHOLE  # a callback may step, or evaluate
@@ -435,6 +438,8 @@ class Call:
                     self._close()
             except BaseException as problem:
                 error = interrupt = problem
+        if self.parts.batch.training:
+            self.resources.peers.failed(error)
         self.parts.report.failed(error, self.parts.progress.failures)
         call_on_fatal(self.parts, error)
         if interrupt is not None:

@@ -2,6 +2,7 @@
 
 In the order in which they begin; they end in the reverse order:
 
+    peers     the wrapper of a model that other ranks train, too, kept quiet
     table     the saved tensors of a loop that the user writes out, or of an escalation to the host
     blocks    the blocks that are checkpointed by an escalation
     draws     random numbers by sample (`GradientOptions.draws`)
@@ -142,7 +143,7 @@ class AttemptHooks:
 
     def escalate(self, used: Collection[str]) -> None:
         """Use these steps of `RecoveryOptions.escalate` in the attempts from here on."""
-        hooks: list[Hook] = []
+        hooks: list[Hook] = list(self._resources.peers.hooks)
         if "offload" in used:
             self.table = OffloadedTensors(partial(_resident, self._resources, self._running))
         elif self._own_graph:

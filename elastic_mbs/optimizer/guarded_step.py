@@ -19,7 +19,8 @@ and needs no copies.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,13 @@ from torch.optim import Optimizer
 
 from elastic_mbs.engine import hooks as engine_hooks
 from elastic_mbs.engine.shared.resources import Resources
-from elastic_mbs.errors import MisuseError, OptimizerStepError, PoisonedDeviceError, UsageError
+from elastic_mbs.errors import (
+    MisuseError,
+    OptimizerStepError,
+    PeerError,
+    PoisonedDeviceError,
+    UsageError,
+)
 from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.optimizer.known import has_state, one_by_one, with_gradient
@@ -65,10 +72,31 @@ class GuardedStep:
             step = _retry(
                 self._resources, what, lambda: _Step(optimizer, self._resources, self._order)
             )
-            _retry(self._resources, what, step.make, passes=step.passes)
+            self._make(step)
+            _retry(self._resources, what, step.end, passes=step.passes)
         finally:
             # an interrupt between a `torch.no_grad()` block and its exit leaves them disabled
             torch.set_grad_enabled(gradients)
+
+    def _make(self, step: _Step) -> None:
+        """Make the step on all ranks, or on none."""
+        peers = self._resources.peers
+        try:
+            _retry(self._resources, "keep the optimizer's state", step.make, passes=step.passes)
+        except BaseException as error:
+            peers.agree(error)
+            raise
+        try:
+            why = peers.agree(None)
+        except BaseException as error:
+            step.take_back(str(error))
+            raise
+        if why:
+            step.take_back(why)
+            raise PeerError(
+                "another rank could not make this optimizer step, so no rank has made it, and it "
+                f"may be made again: {why}"
+            )
 
 
 def refuse_closure(closure: object) -> None:
@@ -118,16 +146,40 @@ class _Step:
         return self._hooks.running or self._lost
 
     def make(self) -> None:
-        """Make the step.
+        """Make the step, and keep the copies.
 
         After an out-of-memory error it can be called again and continues where it stopped.
         """
-        try:
+        with self._settling():
             if not self._made:
                 _retry(self._resources, "unscale the gradients", self._unscale)
                 self._remember(OptimizerSnapshot.of(self._optimizer))
                 self._try_in_order()
+
+    def end(self) -> None:
+        """Run the hooks that follow a step that was made. May be called again, as `make`."""
+        with self._settling():
             self._hooks.run_after()
+
+    def take_back(self, why: str) -> None:
+        """Undo a step that was made, because another rank could not make it.
+
+        Raises:
+            OptimizerStepError: there are no copies.
+        """
+        if self._runs_without_copies():
+            raise OptimizerStepError(
+                "a fused step, of which no copies are taken, was made here and not on another "
+                f"rank: load the last checkpoint on all ranks. The other rank: {why}"
+            )
+        self._made = False
+        self._roll_back()
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        """Leave a step that is whole, or that has changed nothing, and say which."""
+        try:
+            yield
         except BaseException as error:
             if self._half_made or self._made:
                 error.add_note(f"elastic_mbs: {self._settle()}.")

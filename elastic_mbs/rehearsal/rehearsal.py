@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,9 @@ class Rehearsal:
         found = self._resources.retry("look at the batch", read)
         self.total = found[1].total
         try:
-            yield found
+            with ExitStack() as quiet:
+                for hook in self._resources.peers.hooks:
+                    quiet.enter_context(hook)
+                yield found
         finally:
             self.total = None

@@ -11,6 +11,7 @@ from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.controller.messages import Capacity
 from elastic_mbs.device import accelerator_of
 from elastic_mbs.engine.outcome.timing import Telemetry
+from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.running import check_capture
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.events import EventLog, SensorBack, SensorLost
@@ -41,6 +42,7 @@ class Resources:
         settings: the options of the runtime.
         model: the modules that are trained.
         log: the sinks of events.
+        peers: the other ranks of the job.
         telemetry: the reports of finished calls; None where nothing listens.
         ledger: the leaves of the model and their gradients.
         buffers: memory for copies of the buffers.
@@ -52,7 +54,13 @@ class Resources:
     """
 
     def __init__(
-        self, settings: Settings, model: TrainedModel, log: EventLog, *, exact: bool = True
+        self,
+        settings: Settings,
+        model: TrainedModel,
+        log: EventLog,
+        *,
+        exact: bool = True,
+        peers: Peers | None = None,
     ) -> None:
         """Make the resources.
 
@@ -61,11 +69,13 @@ class Resources:
             model: the modules.
             log: the sinks.
             exact: calls are replayed, so a device on which no replay is exact is refused.
+            peers: the other ranks of the job; None where there are none.
         """
         memory = settings.memory
         self.settings = settings
         self.model = model
         self.log = log
+        self.peers = peers or Alone()
         self._exact = exact
         self.telemetry = Telemetry(log) if log.listened else None
         self.ledger = Ledger()

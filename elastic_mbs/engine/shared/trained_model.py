@@ -152,7 +152,7 @@ def modules_of(model: object) -> Sequence[nn.Module]:
     return modules
 
 
-_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def _check(module: nn.Module) -> None:
@@ -172,6 +172,6 @@ def _check(module: nn.Module) -> None:
         raise UnsupportedError(
             f"{kind} runs collectives or replicas inside forward and backward, and a replay in "
             "one would leave the others waiting or half done. "
-            "Give the module itself, with one process per device; distributed training is not "
-            "supported yet"
+            "Give the module itself, or wrapped in DistributedDataParallel, with one process per "
+            "device"
         )

@@ -1,0 +1,130 @@
+"""One sum of all gradients over the ranks, bucket by bucket, in memory that was there before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_mbs.distributed.control import Retry
+
+CAP = 25 * 2**20  # bytes of a bucket, as in DDP
+UNDER_WAY = 2  # sums at a time
+
+Kind = tuple[torch.dtype, torch.device]
+
+
+def _kind(leaf: Tensor) -> Kind:
+    return leaf.dtype, leaf.device
+
+
+class _Bucket:
+    """Some leaves of one type, and views of memory that has their shapes."""
+
+    def __init__(self, leaves: list[Tensor], flat: Tensor) -> None:
+        self.leaves = leaves
+        lengths = [leaf.numel() for leaf in leaves]
+        self.flat = flat[: sum(lengths)]
+        parts = self.flat.split(lengths)
+        self.views = [part.view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+
+    def fill(self, factor: float) -> None:
+        """Copy the gradients, times `factor`; zero where there is none. Can be repeated."""
+        pairs = list(self._pairs())
+        if len(pairs) < len(self.leaves):
+            self.flat.zero_()
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        if factor != 1.0:
+            self.flat.mul_(factor)
+
+    def take(self) -> None:
+        """Copy what was summed to the gradients that are there. Can be repeated."""
+        pairs = list(self._pairs())
+        if pairs:
+            torch._foreach_copy_([grad for _, grad in pairs], [view for view, _ in pairs])
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for view, leaf in zip(self.views, self.leaves, strict=True):
+            if leaf.grad is not None:
+                yield view, leaf.grad
+
+
+class Buckets:
+    """The same buckets on every rank: leaves in reverse order of registration.
+
+    The buckets take turns in `UNDER_WAY` pieces of memory.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.leaves = leaves
+        groups = list(_grouped(self.leaves))
+        sizes: dict[tuple[Kind, int], int] = {}
+        for turn, group in enumerate(groups):
+            key = _kind(group[0]), turn % UNDER_WAY
+            sizes[key] = max(sizes.get(key, 0), sum(leaf.numel() for leaf in group))
+        flats = {
+            key: torch.empty(size, dtype=key[0][0], device=key[0][1]) for key, size in sizes.items()
+        }
+        self._buckets = [
+            _Bucket(group, flats[_kind(group[0]), turn % UNDER_WAY])
+            for turn, group in enumerate(groups)
+        ]
+
+    def used(self) -> bytes:
+        """Return for each leaf whether it has a gradient."""
+        return bytes([leaf.grad is not None for leaf in self.leaves])
+
+    def sum(
+        self,
+        factor: float,
+        group: dist.ProcessGroup,
+        wait: Callable[[dist.Work], None],
+        retry: Retry,
+    ) -> None:
+        """Replace each gradient by the sum over the ranks of gradient * factor.
+
+        Args:
+            factor: the share of this rank.
+            group: the ranks.
+            wait: waits for a sum.
+            retry: runs an operation of ours that can run out of memory.
+        """
+        under_way: deque[tuple[_Bucket, dist.Work]] = deque()
+
+        def start(bucket: _Bucket) -> None:
+            bucket.fill(factor)
+            # Last: what was begun cannot be begun again.
+            work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+            assert work is not None
+            under_way.append((bucket, work))
+
+        def end() -> None:
+            bucket, work = under_way.popleft()
+            wait(work)
+            retry("take the sums of gradients", bucket.take)
+
+        with torch.no_grad():
+            for bucket in self._buckets:
+                if len(under_way) == UNDER_WAY:
+                    end()
+                retry("sum the gradients over the ranks", lambda bucket=bucket: start(bucket))  # type: ignore[misc]
+            while under_way:
+                end()
+
+
+def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the leaves of each bucket."""
+    current: list[Tensor] = []
+    size = 0
+    for leaf in reversed(leaves):
+        if current and (size + leaf.nbytes > CAP or _kind(leaf) != _kind(current[0])):
+            yield current
+            current, size = [], 0
+        current.append(leaf)
+        size += leaf.nbytes
+    if current:
+        yield current

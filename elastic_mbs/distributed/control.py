@@ -1,0 +1,277 @@
+"""Meetings of all ranks on the host, on a gloo group of their own.
+
+Every wait has a limit, and its error names who is missing. Nothing is allocated in a meeting.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from elastic_mbs.distributed import torch_private
+from elastic_mbs.errors import MisuseError, PeerError
+
+T = TypeVar("T")
+
+
+class Retry(Protocol):
+    """A runner of operations of ours that can run out of memory (see `oom.retry`)."""
+
+    def __call__(self, what: str, operation: Callable[[], T]) -> T:
+        """Run the operation, again after memory was released."""
+        ...
+
+
+VALUES = 16  # numbers that a rank brings to a meeting, at most
+LOOK = 1.0  # seconds between two looks at the notes of the others, while waiting
+_HEAD = 3
+_TEXT = 600  # bytes of an error that the others are told
+_SPARE = 60.0  # seconds after which gloo itself gives up, later than we do
+
+
+class Place(IntEnum):
+    """The places where ranks meet."""
+
+    COUNTS = 1
+    GRADIENT = 2
+    LEAVES = 3
+    STEP = 4
+    ERROR = 5
+    SUM = 6
+
+
+_WORDS = {
+    Place.COUNTS: "at the start of a batch",
+    Place.GRADIENT: "at the end of a batch",
+    Place.LEAVES: "where they agree on the leaves that have gradients",
+    Place.STEP: "in optimizer_step()",
+    Place.ERROR: "where they exchange errors",
+    Place.SUM: "while gradients are summed",
+}
+
+
+class Row(NamedTuple):
+    """The numbers that one rank has brought to a meeting."""
+
+    place: int
+    batch: int
+    failed: bool
+    values: list[float]
+
+
+class Control:
+    """The ranks of one job. All ranks call every method but `leave`, in the same order.
+
+    Attributes:
+        rank: the number of this rank.
+        size: how many there are.
+        batch: the number of the training call that runs.
+        broken: why no meeting is possible any more, or "".
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float, retry: Retry) -> None:
+        """Make the group for the host.
+
+        Args:
+            group: the ranks.
+            timeout: seconds that a rank waits for the others.
+            retry: runs an operation of ours that can run out of memory.
+        """
+        ranks = dist.get_process_group_ranks(group)
+        self.rank, self.size = dist.get_rank(group), len(ranks)
+        self.batch = 0
+        self.broken = ""
+        self._timeout = timeout
+        self._retry = retry
+        self._gone = False
+        self._waits = 0  # how often ranks have waited for each other
+        self._group = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=timeout + _SPARE),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        width = _HEAD + VALUES
+        # Arrays of Python's, which are tensors for the group.
+        self._own, self._all = array("d", [0.0] * width), array("d", [0.0] * width * self.size)
+        self._row = torch.frombuffer(self._own, dtype=torch.float64)
+        rows = torch.frombuffer(self._all, dtype=torch.float64)
+        self._rows = list(rows.view(self.size, width))
+        self._text = torch.zeros(_TEXT, dtype=torch.uint8)
+        self._texts = list(torch.zeros(self.size, _TEXT, dtype=torch.uint8))
+        self._store = PrefixStore(self._nonce(), torch_private.store_of(self._group))
+
+    def _nonce(self) -> str:
+        """Return a prefix of notes that no earlier start of the job has used."""
+        drawn = torch.tensor([int.from_bytes(os.urandom(6), "big")])
+        work = dist.broadcast(drawn, group_src=0, group=self._group, async_op=True)
+        assert work is not None
+        work.wait()
+        return f"elastic_mbs/{int(drawn)}"
+
+    # ------------------------------------------------------------------ meetings
+
+    def meet(
+        self, place: Place, values: Sequence[float] = (), *, failed: bool = False
+    ) -> list[Row]:
+        """Bring numbers, and return what every rank has brought, by rank.
+
+        Raises:
+            PeerError: a rank has left, or does not come in time.
+            MisuseError: a rank is at another place of its loop.
+        """
+        head = (float(place), float(self.batch), float(failed))
+        self._own[:] = array("d", [*head, *values, *[0.0] * (VALUES - len(values))])
+        self._exchange(self._rows, self._row, place)
+        width = len(self._own)
+        found = [self._all[start : start + width] for start in range(0, len(self._all), width)]
+        rows = [
+            Row(int(each[0]), int(each[1]), bool(each[2]), list(each[_HEAD:])) for each in found
+        ]
+        if not any(row.failed for row in rows) and len({row[:2] for row in rows}) > 1:
+            self.batch = max(row.batch for row in rows)  # they can go on together
+            where = "; ".join(
+                f"rank {rank} is {_WORDS[Place(row.place)]} ({row.batch} so far)"
+                for rank, row in enumerate(rows)
+            )
+            raise MisuseError(
+                f"the ranks do not make the same calls: {where}. Each batch and each "
+                "optimizer_step() needs one call on every rank; one without samples calls "
+                "backward(loss_fn, None)"
+            )
+        return rows
+
+    def gather(self, mine: torch.Tensor, everyone: list[torch.Tensor], place: Place) -> None:
+        """Put every rank's tensor in `everyone`."""
+        self._exchange(everyone, mine, place)
+
+    def errors(self, error: BaseException | None) -> str:
+        """Return the errors of all other ranks in words, after a meeting in which one had one."""
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        words = text.encode()[:_TEXT]
+        self._text.zero_()
+        self._text[: len(words)] = torch.frombuffer(bytearray(words or b"\0"), dtype=torch.uint8)[
+            : len(words)
+        ]
+        self._exchange(self._texts, self._text, Place.ERROR)
+        found = [bytes(each.tolist()).rstrip(b"\0") for each in self._texts]
+        return "; ".join(
+            f"rank {rank}: {each.decode(errors='ignore')}"
+            for rank, each in enumerate(found)
+            if each and rank != self.rank
+        )
+
+    def _exchange(self, everyone: list[torch.Tensor], mine: torch.Tensor, place: Place) -> None:
+        if self.broken:
+            raise PeerError(self.broken)
+        begun: list[dist.Work] = []
+
+        def begin() -> None:
+            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+            assert work is not None
+            begun.append(work)
+
+        self._retry("meet the other ranks", begin)
+        self.wait(begun[0], place)
+
+    # ------------------------------------------------------------------ waiting
+
+    def wait(self, work: dist.Work, place: Place) -> None:
+        """Wait for a collective of gloo, and look around while it takes long.
+
+        Raises:
+            PeerError: a rank has left, or does not come in time. No meeting is possible any more:
+                a collective that was begun cannot be taken back.
+        """
+        self._waits += 1
+        began = time.monotonic()
+        try:
+            while not torch_private.is_over(work, LOOK):
+                self._look(place, time.monotonic() - began)
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            first = next(iter(str(error).splitlines()), "")
+            self._give_up(f"the connection to another rank broke ({first[:160]})", place)
+        except BaseException as error:
+            self.lose(f"{type(error).__name__} ended the wait for the other ranks")
+            raise
+
+    def _look(self, place: Place, waited: float) -> None:
+        """Look whether there is still somebody to wait for."""
+        left = self._left()
+        if left:
+            self._give_up("; ".join(f"rank {r} has left: {why}" for r, why in left.items()), place)
+        with suppress(RuntimeError):  # the store can be gone
+            self._store.set(f"waiting/{self.rank}", str(self._waits))
+        if waited > self._timeout:
+            missing = ", ".join(map(str, self._missing()))
+            who = f": rank {missing} did not come" if missing else ""
+            self._give_up(f"no answer within {self._timeout:g} s{who}", place)
+
+    def _left(self) -> dict[int, str]:
+        """Return the ranks that have left before they came to this wait, with their reasons."""
+        found: dict[int, str] = {}
+        with suppress(RuntimeError):
+            if self._store.add("left", 0):
+                for rank in range(self.size):
+                    if rank != self.rank and self._store.check([f"left/{rank}"]):
+                        waits, _, why = self._store.get(f"left/{rank}").decode().partition(" ")
+                        if int(waits) < self._waits:
+                            found[rank] = why
+        return found
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that do not wait here."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            return [rank for rank in others if not self._waits_here(rank)]
+        except RuntimeError:
+            return []
+
+    def _waits_here(self, rank: int) -> bool:
+        key = f"waiting/{rank}"
+        return bool(self._store.check([key])) and self._store.get(key) == str(self._waits).encode()
+
+    def _give_up(self, why: str, place: Place) -> None:
+        """End the waiting for good."""
+        left = self._left()
+        if left and "has left" not in why:
+            why += "".join(f"; rank {rank} has left: {text}" for rank, text in left.items())
+        self.broken = (
+            f"the other ranks cannot be reached {_WORDS[place]} (batch {self.batch}): {why}. End "
+            "this process: torchrun starts the job again (--max-restarts), and it goes on from "
+            "its last checkpoint"
+        )
+        self._waits -= 1  # those who wait here hear that this rank does not any more
+        self.leave(f"it gave up: {why}"[:_TEXT])
+        raise PeerError(self.broken)
+
+    def lose(self, why: str) -> None:
+        """Note that no meeting is possible any more, and tell the others."""
+        self.broken = why
+        self.leave(why)
+
+    def leave(self, why: str) -> None:
+        """Leave a note for those who still wait; wait for nobody. The first note stays."""
+        if self._gone:
+            return
+        self._gone = True
+        with suppress(RuntimeError):  # the store ends with its host
+            self._store.set(f"left/{self.rank}", f"{self._waits} {why}")
+            self._store.add("left", 1)
+
+    @property
+    def left(self) -> bool:
+        """True once this rank has left a note."""
+        return self._gone

@@ -1,0 +1,104 @@
+"""The other ranks of a job, as a call meets them. One process is the case of no other rank.
+
+`elastic_mbs.distributed` has those that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.engine.outcome.result import StepResult
+
+
+class Gradients(Protocol):
+    """The gradients of one call on this rank: `elastic_mbs.engine.gradients.CallGradients`."""
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Return every leaf that the call can have changed."""
+        ...
+
+    def put_aside(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Put the gradients that are there aside until the call ends."""
+        ...
+
+    def take_back(self) -> None:
+        """Add the gradients of the call to the ones that were put aside."""
+        ...
+
+
+class Peers(Protocol):
+    """The other ranks: what a training call and an optimizer's step ask of them.
+
+    Attributes:
+        alone: there is no other rank, so a batch has to have samples.
+        hooks: in place while a step function runs.
+    """
+
+    alone: bool
+    hooks: tuple[AbstractContextManager[object], ...]
+
+    def begin(self) -> None:
+        """Begin a training call, before anything of it can fail."""
+        ...
+
+    def share(self, counts: Counts) -> Counts:
+        """Return the counts of this rank's batch, as a part of all ranks' where pieces need it."""
+        ...
+
+    def before_backward(self, gradients: Gradients) -> None:
+        """Prepare for a backward of the call: the gradients are to be this call's alone."""
+        ...
+
+    def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
+        """Make this rank's gradient and loss, which are whole, those of all ranks' samples."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks that this one's call has ended by `error`; replace no error."""
+        ...
+
+    def agree(self, error: BaseException | None) -> str:
+        """Return why a rank could not make its optimizer's step, or "" if all have made it."""
+        ...
+
+    def leave(self, why: str) -> None:
+        """Leave a note for those who wait for this rank. The first note stays."""
+        ...
+
+
+class Alone:
+    """The peers of a process that has none."""
+
+    alone = True
+
+    def __init__(self, *hooks: AbstractContextManager[object]) -> None:
+        self.hooks = hooks
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def share(self, counts: Counts) -> Counts:
+        """Return the counts."""
+        return counts
+
+    def before_backward(self, gradients: Gradients) -> None:
+        """Do nothing."""
+
+    def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
+        """Return the result."""
+        return result
+
+    def failed(self, error: BaseException) -> None:
+        """Do nothing."""
+
+    def agree(self, error: BaseException | None) -> str:
+        """Return that all have made the step."""
+        return ""
+
+    def leave(self, why: str) -> None:
+        """Do nothing."""

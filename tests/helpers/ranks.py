@@ -1,0 +1,98 @@
+"""Jobs of several processes on gloo, under a watchdog that kills what hangs.
+
+The processes are forked from a server that has imported torch's compiler (DDP's constructor does)
+and has frozen what is there: each start then takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from queue import Empty
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+HANG = "hang"
+DIED = "died"
+
+
+class Outcome(NamedTuple):
+    """What became of one rank.
+
+    Attributes:
+        status: "ok", "error", HANG or DIED.
+        value: what its function returned, or the error in words.
+    """
+
+    status: str
+    value: Any
+
+
+def _rank(
+    rank: int, world: int, port: int, queue: Any, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    torch.set_num_threads(1)
+    try:
+        store = TCPStore("127.0.0.1", port, world, is_master=False)
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60)
+        )
+        queue.put((rank, Outcome("ok", fn(rank, world, *args))))
+    except BaseException as error:
+        words = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-3000:]}"
+        queue.put((rank, Outcome("error", words)))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)  # no waiting for the groups of others
+
+
+def run_ranks(
+    fn: Callable[..., Any], *args: Any, world: int = 2, wall: float = 60.0
+) -> list[Outcome]:
+    """Run `fn(rank, world, *args)` on every rank; return what became of each.
+
+    A rank that has not ended within `wall` seconds is a hang, and is killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.ranks_preload"])
+    queue = context.Queue()
+    store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+    ranks = [
+        context.Process(target=_rank, args=(rank, world, store.port, queue, fn, args), daemon=True)
+        for rank in range(world)
+    ]
+    for each in ranks:
+        each.start()
+    found: dict[int, Outcome] = {}
+    until = time.monotonic() + wall
+    while len(found) < world and time.monotonic() < until:
+        alive = any(each.is_alive() for each in ranks)
+        try:
+            rank, outcome = queue.get(timeout=0.2)
+            found[rank] = outcome
+        except Empty:
+            if not alive:
+                break
+    for rank, each in enumerate(ranks):
+        each.join(1.0)
+        found.setdefault(rank, Outcome(HANG if each.is_alive() else DIED, each.exitcode))
+        if each.is_alive():
+            each.kill()
+            each.join()
+    return [found[rank] for rank in range(world)]
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """Return what all ranks have returned, if none has failed."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.status == "ok", f"rank {rank}: {outcome.status}: {outcome.value}"
+    return [outcome.value for outcome in outcomes]

@@ -1,0 +1,13 @@
+"""The modules that every rank of a job needs, imported once for all jobs."""
+
+import gc
+
+import torch._dynamo
+import torch.nn.parallel
+
+import elastic_mbs
+
+__all__ = ["elastic_mbs", "torch"]
+
+gc.collect()
+gc.freeze()  # or each collection of a recovery would walk torch's compiler
