@@ -107,8 +107,10 @@ class Control:
         self._row = torch.frombuffer(self._own, dtype=torch.float64)
         rows = torch.frombuffer(self._all, dtype=torch.float64)
         self._rows = list(rows.view(self.size, width))
-        self._text = torch.zeros(_TEXT, dtype=torch.uint8)
-        self._texts = list(torch.zeros(self.size, _TEXT, dtype=torch.uint8))
+        self._words, self._everyone = bytearray(_TEXT), bytearray(_TEXT * self.size)
+        self._text = torch.frombuffer(self._words, dtype=torch.uint8)
+        texts = torch.frombuffer(self._everyone, dtype=torch.uint8)
+        self._texts = list(texts.view(self.size, _TEXT))
         self._store = PrefixStore(self._nonce(), torch_private.store_of(self._group))
 
     def _nonce(self) -> str:
@@ -159,12 +161,13 @@ class Control:
         """Return the errors of all other ranks in words, after a meeting in which one had one."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
         words = text.encode()[:_TEXT]
-        self._text.zero_()
-        self._text[: len(words)] = torch.frombuffer(bytearray(words or b"\0"), dtype=torch.uint8)[
-            : len(words)
-        ]
+        self._words[:] = words.ljust(_TEXT, b"\0")
         self._exchange(self._texts, self._text, Place.ERROR)
-        found = [bytes(each.tolist()).rstrip(b"\0") for each in self._texts]
+        everyone = bytes(self._everyone)
+        found = [
+            everyone[start : start + _TEXT].rstrip(b"\0")
+            for start in range(0, len(everyone), _TEXT)
+        ]
         return "; ".join(
             f"rank {rank}: {each.decode(errors='ignore')}"
             for rank, each in enumerate(found)
@@ -174,15 +177,21 @@ class Control:
     def _exchange(self, everyone: list[torch.Tensor], mine: torch.Tensor, place: Place) -> None:
         if self.broken:
             raise PeerError(self.broken)
-        begun: list[dist.Work] = []
 
-        def begin() -> None:
-            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+        def begin() -> dist.Work:
+            with torch_private.unseen():
+                work: dist.Work | None = dist.all_gather(
+                    everyone, mine, group=self._group, async_op=True
+                )
             assert work is not None
-            begun.append(work)
+            return work
 
-        self._retry("meet the other ranks", begin)
-        self.wait(begun[0], place)
+        try:
+            work = self._retry("meet the other ranks", begin)
+        except BaseException as error:
+            self.lose(f"{type(error).__name__} kept a rank from meeting the others: {error}")
+            raise
+        self.wait(work, place)
 
     # ------------------------------------------------------------------ waiting
 

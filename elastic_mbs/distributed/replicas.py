@@ -9,7 +9,6 @@ import math
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import compress
 from typing import NoReturn
 
@@ -24,10 +23,16 @@ from elastic_mbs.distributed.buckets import Buckets
 from elastic_mbs.distributed.buffers import Buffers
 from elastic_mbs.distributed.control import VALUES, Control, Place, Retry, Row
 from elastic_mbs.distributed.wrappers import Quiet, check, check_not_joining
-from elastic_mbs.engine.outcome.result import StepResult
+from elastic_mbs.engine.outcome.result import StepResult, with_loss
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
-from elastic_mbs.errors import CountError, MisuseError, PeerError, UnsupportedError
+from elastic_mbs.errors import (
+    CountError,
+    ElasticMBSError,
+    MisuseError,
+    PeerError,
+    UnsupportedError,
+)
 from elastic_mbs.options import Settings
 
 _WHAT = "make room for the sums of gradients over the ranks"
@@ -207,7 +212,8 @@ class Replicas:
         self._check_gradients(gradients)
         self._retry(_WHAT, self._make_room)
         loss = self._retry(_WHAT, lambda: result.loss)
-        total = self._retry(_WHAT, lambda: torch.empty_like(loss))
+        like = loss if result.partition else self._loss  # a rank without samples has no type
+        total = self._retry(_WHAT, lambda: torch.empty_like(like))
         factor = self._agree_on_gradients()
         try:
             self._add_up(loss, total, factor)
@@ -217,7 +223,7 @@ class Replicas:
             self._control.lose(f"{type(error).__name__} ended a sum over the ranks: {error}")
             raise
         gradients.take_back()
-        return replace(result, _losses=(total,))
+        return with_loss(result, total)
 
     def _check_gradients(self, gradients: Gradients) -> None:
         """Refuse gradients that no other rank would hear of."""
@@ -277,7 +283,7 @@ class Replicas:
 
     def _add_up(self, loss: Tensor, total: Tensor, factor: float) -> None:
         """Sum loss and gradients over the ranks, and send the buffers of rank 0."""
-        with torch.no_grad():
+        with torch.no_grad(), torch_private.unseen():
             works: list[dist.Work] = []
 
             def begin() -> None:
@@ -299,7 +305,7 @@ class Replicas:
         try:
             self._control.meet(Place.GRADIENT, failed=True)
             self._control.errors(error)
-        except PeerError as problem:
+        except ElasticMBSError as problem:
             error.add_note(f"elastic_mbs: {problem}")
 
     def _meet(self, place: Place, values: Sequence[float]) -> list[Row]:

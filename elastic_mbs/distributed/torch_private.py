@@ -5,9 +5,11 @@ tests/distributed/test_torch_private.py is the contract.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
@@ -89,6 +91,16 @@ def is_over(work: dist.Work, seconds: float) -> bool:
             return False
         work.wait(limit)  # it ended just now, or it raises what has ended it
     return True
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Return a block whose operations no dispatch mode sees.
+
+    Operations that allocate nothing are no place for an error that a test injects: one rank would
+    leave the others waiting.
+    """
+    guard: AbstractContextManager[object] = torch._C._DisableTorchDispatch()
+    return guard
 
 
 def sharded(module: nn.Module) -> str | None:

@@ -147,6 +147,11 @@ def of_batch(result: StepResult, loss: Tensor, stored: StoredOutput | None) -> S
     return replace(result, _losses=(loss,), _outputs=[], _joined=stored)
 
 
+def with_loss(result: StepResult, loss: Tensor) -> StepResult:
+    """Return the same result with the loss of all ranks' samples."""
+    return replace(result, _losses=(loss,))
+
+
 def stored_bytes(result: StepResult) -> int:
     """Return the size of the outputs that have not been joined yet."""
     return sum(stored.nbytes for stored in result._outputs if stored is not None)
