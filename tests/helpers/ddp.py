@@ -51,7 +51,7 @@ class FailingBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         if FailingBackward.left > 0:
             FailingBackward.left -= 1
             raise torch.OutOfMemoryError("injected: out of memory in backward")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 HANG = "hang"
 DIED = "died"
