@@ -66,8 +66,9 @@ def check_not_joining(ddp: DDP) -> None:
     """Refuse a call inside `with ddp.join():`."""
     if torch_private.is_joining(ddp):
         raise UnsupportedError(
-            "`with ddp.join():` waits for collectives that DDP does not make here: leave it out, "
-            "and call backward(loss_fn, None) on a rank whose data have ended"
+            "`with ddp.join():` waits for collectives that DDP does not make here, and stays in "
+            "force for its wrapper: leave it out, and call backward(loss_fn, None) on a rank "
+            "whose data have ended"
         )
 
 

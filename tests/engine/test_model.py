@@ -119,9 +119,7 @@ def test_non_models_and_lazy_models_are_refused_by_type(value: Any, says: str) -
         TrainedModel(value)
 
 
-@pytest.mark.parametrize(
-    "name", ["DataParallel", "FullyShardedDataParallel", "FSDPModule"]
-)
+@pytest.mark.parametrize("name", ["DataParallel", "FullyShardedDataParallel", "FSDPModule"])
 def test_wrappers_of_other_ranks_are_refused_by_name_at_any_depth(name: str) -> None:
     # FSDP2 makes a new class for each class that it wraps, too.
     wrapper = type("Own", (type(name, (nn.Module,), {}),), {})()

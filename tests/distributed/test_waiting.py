@@ -1,0 +1,83 @@
+"""No rank waits without a limit, and its error names who is missing, where, and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from elastic_mbs import DistributedOptions, ElasticMBS
+from tests.helpers.ddp import caught, data, net
+from tests.helpers.ranks import DIED, HANG, run_ranks
+
+TIMEOUT = 4.0
+LOST = "PeerError: the other ranks cannot be reached at the end of a batch (batch 2): "
+
+
+def run_until(rank: int, world: int, ending: str) -> tuple[str, float]:
+    """Make one call; in the second one rank 1 does not come. Return the error, and its seconds."""
+    ddp = DDP(net())
+    mbs = ElasticMBS(ddp, distributed=DistributedOptions(timeout=TIMEOUT))
+
+    def call(step: int) -> None:
+        mbs.backward(lambda x: ddp(x).pow(2).mean(), data(rank, step))
+
+    call(0)
+    if rank == 1:
+        if ending == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ending == "hangs":
+            time.sleep(60)
+        if ending == "late":
+            time.sleep(2.5)
+        if ending == "closed":
+            mbs.close()
+            return "closed", 0.0
+        if ending == "raises":
+            try:
+                with mbs:
+                    raise RuntimeError("the disk is full")
+            except RuntimeError:
+                return "raised", 0.0
+    began = time.monotonic()
+    found = caught(lambda: call(1))
+    return found, time.monotonic() - began
+
+
+def test_a_rank_that_was_killed_is_an_error_on_the_others_at_once() -> None:
+    first, second, third = run_ranks(run_until, "killed", world=3)
+    assert second.status == DIED
+    for found, seconds in (first.value, third.value):
+        assert found.startswith(LOST)
+        assert found.endswith("and it goes on from its last checkpoint")
+        assert seconds < TIMEOUT
+
+
+def test_a_rank_that_hangs_is_named_after_the_time_out() -> None:
+    first, second, third = run_ranks(run_until, "hangs", world=3, wall=25)
+    assert second.status == HANG
+    found = [first.value[0], third.value[0]]
+    assert all(each.startswith(LOST) for each in found)
+    assert any("no answer within 4 s: rank 1 did not come" in each for each in found)
+    assert max(first.value[1], third.value[1]) < TIMEOUT + 6
+
+
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    outcomes = run_ranks(run_until, "late")
+    assert [outcome.value[0] for outcome in outcomes] == ["no error", "no error"]
+
+
+def test_a_rank_whose_data_have_ended_is_named_with_the_reason() -> None:
+    first, second = run_ranks(run_until, "closed")
+    assert second.value[0] == "closed"
+    assert "rank 1 has left: its ElasticMBS was closed" in first.value[0]
+    assert first.value[1] < TIMEOUT
+
+
+def test_a_rank_that_ends_by_an_error_is_named_with_it() -> None:
+    first, second = run_ranks(run_until, "raises")
+    assert second.value[0] == "raised"
+    assert "rank 1 has left: RuntimeError: the disk is full" in first.value[0]
+    assert first.value[1] < TIMEOUT
