@@ -36,7 +36,7 @@ VALUES = 16  # numbers that a rank brings to a meeting, at most
 LOOK = 1.0  # seconds between two looks at the notes of the others, while waiting
 _HEAD = 3
 _TEXT = 600  # bytes of an error that the others are told
-_SPARE = 60.0  # seconds after which gloo itself gives up, later than we do
+_SPARE = 20.0  # seconds after which gloo itself gives up, later than we do
 
 
 class Place(IntEnum):
@@ -95,12 +95,7 @@ class Control:
         self._retry = retry
         self._gone = False
         self._waits = 0  # how often ranks have waited for each other
-        self._group = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=timeout + _SPARE),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        self._group = self._made(ranks)
         width = _HEAD + VALUES
         # Arrays of Python's, which are tensors for the group.
         self._own, self._all = array("d", [0.0] * width), array("d", [0.0] * width * self.size)
@@ -112,6 +107,23 @@ class Control:
         texts = torch.frombuffer(self._everyone, dtype=torch.uint8)
         self._texts = list(texts.view(self.size, _TEXT))
         self._store = PrefixStore(self._nonce(), torch_private.store_of(self._group))
+
+    def _made(self, ranks: list[int]) -> dist.ProcessGroup:
+        limit = self._timeout + _SPARE
+        try:
+            group: dist.ProcessGroup = dist.new_group(
+                ranks,
+                timeout=timedelta(seconds=limit),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            first = next(iter(str(error).splitlines()), "")
+            raise PeerError(
+                f"not all ranks have made their ElasticMBS within {limit:g} s: make it on every "
+                f"rank, with the same options ({first[:160]})"
+            ) from None
+        return group
 
     def _nonce(self) -> str:
         """Return a prefix of notes that no earlier start of the job has used."""

@@ -80,7 +80,8 @@ class Replicas:
         self._model = model
         self._retry = retry
         self._group: dist.ProcessGroup = wrappers[0].process_group
-        self._on_host = dist.get_backend(self._group) == "gloo"
+        # Sums of host memory are gloo's, whose waits can end; those of a device wait in its stream.
+        self._on_host = all(device.type == "cpu" for device in model.devices())
         self._timeout = settings.distributed.timeout
         # Totals are those of all ranks from the start: loss_fn divides by them itself.
         self._sums = settings.reduction == "sum"
@@ -331,10 +332,15 @@ class Replicas:
         """Vote on an optimizer's step; see `Peers`."""
         if self._control.broken:
             return self._control.broken if error is None else ""
-        rows = self._control.meet(Place.STEP, failed=error is not None)
-        if not any(row.failed for row in rows):
+        try:
+            rows = self._control.meet(Place.STEP, failed=error is not None)
+            failed = any(row.failed for row in rows)
+            return self._control.errors(error) if failed else ""
+        except ElasticMBSError as problem:
+            if error is None:
+                raise
+            error.add_note(f"elastic_mbs: {problem}")
             return ""
-        return self._control.errors(error)
 
     def leave(self, why: str) -> None:
         """Leave a note; see `Peers`."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs import DistributedOptions, ElasticMBS, MemoryOptions
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.ddp import FailingBackward, caught, data, joined, net, worst
+from tests.helpers.ddp import FailingBackward, caught, data, failing, joined, net, worst
 from tests.helpers.ranks import Outcome, run_ranks, values
 
 TIMEOUT = DistributedOptions(timeout=20)
@@ -298,7 +298,7 @@ def many_faults(rank: int, world: int) -> float:
     ddp = DDP(model)
     mbs = ElasticMBS(ddp, distributed=TIMEOUT)
     FailingBackward.left = 3 * rank
-    mbs.backward(lambda x: square(FailingBackward.apply(ddp(x))), data(rank, 0, 16))
+    mbs.backward(lambda x: square(failing(ddp(x))), data(rank, 0, 16))
     square(reference(joined([data(each, 0, 16) for each in range(world)]))).backward()
     return worst(model, reference)
 

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from elastic_mbs import DistributedOptions, ElasticMBS, MicroBatch, elastic_step
-from tests.helpers.ddp import FailingBackward, data, joined, net, worst
+from elastic_mbs import (
+    DistributedOptions,
+    ElasticMBS,
+    MemoryBudget,
+    MemoryOptions,
+    MicroBatch,
+    StepResult,
+    elastic_step,
+)
+from tests.helpers.ddp import FailingBackward, data, failing, joined, net, worst
 from tests.helpers.ranks import run_ranks, values
 
 TIMEOUT = DistributedOptions(timeout=20)
@@ -31,15 +39,17 @@ def fail_on(rank: int, step: int, world: int) -> None:
 # ---------------------------------------------------------------------- all ways in
 
 
-def by_backward(mbs: ElasticMBS, loss_fn: Callable[[Any], Tensor], batch: Any) -> None:
-    mbs.backward(loss_fn, batch)
+def by_backward(mbs: ElasticMBS, loss_fn: Callable[[Any], Tensor], batch: Any) -> StepResult:
+    return mbs.backward(loss_fn, batch)
 
 
-def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Tensor], batch: Any) -> None:
+def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Tensor], batch: Any) -> StepResult:
     micro: MicroBatch
     for micro in mbs.micro_batches(batch):
         with micro:
             micro.backward(loss_fn(micro.data))
+    assert mbs.last_result is not None
+    return mbs.last_result
 
 
 def train(rank: int, world: int, way: str, flags: dict[str, Any], called: str) -> list[float]:
@@ -50,7 +60,7 @@ def train(rank: int, world: int, way: str, flags: dict[str, Any], called: str) -
     errors = []
 
     def loss_fn(x: Tensor) -> Tensor:
-        return square(FailingBackward.apply(module(x)))
+        return square(failing(module(x)))
 
     with ElasticMBS(ddp, distributed=TIMEOUT) as mbs:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -64,9 +74,7 @@ def train(rank: int, world: int, way: str, flags: dict[str, Any], called: str) -
             if way == "decorator":
                 result = decorated(mine)
             else:
-                {"backward": by_backward, "loop": by_loop}[way](mbs, loss_fn, mine)
-                result = mbs.last_result
-                assert result is not None
+                result = {"backward": by_backward, "loop": by_loop}[way](mbs, loss_fn, mine)
             loss = square(reference(joined([b for i, b in enumerate(batches) if i != idle])))
             loss.backward()
             errors += [worst(model, reference), abs(result.loss.item() - loss.item())]
@@ -145,7 +153,7 @@ def count_tokens_of_all(rank: int, world: int) -> list[float]:
             batches = [data(each, step) for each in range(world)]
             if step == 1:
                 batches[1][:, 0] = -1.0
-            mbs.backward(lambda x: masked(FailingBackward.apply(ddp(x)), x), batches[rank])
+            mbs.backward(lambda x: masked(failing(ddp(x)), x), batches[rank])
             whole = joined(batches)
             masked(reference(whole), whole).backward()
             errors.append(worst(model, reference))
@@ -167,7 +175,7 @@ def sums_and_names(rank: int, world: int, options: Any) -> list[float]:
     with ElasticMBS(ddp, **options, distributed=TIMEOUT) as mbs:
 
         def loss_fn(x: Tensor) -> Any:
-            out = FailingBackward.apply(ddp(x))
+            out = failing(ddp(x))
             if "count" in options:
                 return {"all": square(out), "some": masked(out, x)}
             return out.pow(2).mean(1).sum() / mbs.total  # the total of all ranks
@@ -234,7 +242,7 @@ def accumulate(rank: int, world: int) -> list[float]:
         for step in range(2):
             fail_on(rank, step, world)
             batches = [data(each, step) for each in range(world)]
-            mbs.backward(lambda x: square(FailingBackward.apply(ddp(x))), batches[rank])
+            mbs.backward(lambda x: square(failing(ddp(x))), batches[rank])
             square(reference(joined(batches))).backward()
     mine = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     right = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
@@ -276,7 +284,7 @@ def scale(rank: int, world: int) -> list[tuple[float, bool]]:
             fail_on(rank, step, world)
 
             def loss_fn(x: Tensor, factor: float) -> Tensor:
-                return square(FailingBackward.apply(ddp(x))) * factor
+                return square(failing(ddp(x))) * factor
 
             factor = float("inf") if step == 3 and rank == 1 else 1.0
             mbs.backward(loss_fn, data(rank, step).float(), factor)
@@ -306,7 +314,7 @@ def two_models(rank: int, world: int) -> list[float]:
         for step in range(3):
             fail_on(rank, step, world)
             batches = [data(each, step) for each in range(world)]
-            mbs.backward(lambda x: square(FailingBackward.apply(two(one(x)))), batches[rank])
+            mbs.backward(lambda x: square(failing(two(one(x)))), batches[rank])
             square(right[1](right[0](joined(batches)))).backward()
             errors += [worst(first, right[0]), worst(second, right[1])]
             for module in (first, second, *right):
@@ -346,14 +354,16 @@ def test_a_layer_may_thaw() -> None:
 
 def statistics(rank: int, world: int, sends: bool) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    norm = nn.BatchNorm1d(3)
+    model = nn.Sequential(nn.Linear(4, 3), norm).double()
     ddp = DDP(model, broadcast_buffers=sends)
     with ElasticMBS(ddp, distributed=TIMEOUT) as mbs:
         mbs.backward(lambda x: square(ddp(x)), data(rank, 0))
-    own = copy.deepcopy(model)
-    own[1].reset_running_stats()
-    own.train()(data(0, 0))
-    return model[1].running_mean.tolist(), own[1].running_mean.tolist()
+    own = nn.BatchNorm1d(3).double()
+    own(model[0](data(0, 0)))
+    assert norm.running_mean is not None
+    assert own.running_mean is not None
+    return norm.running_mean.tolist(), own.running_mean.tolist()
 
 
 def test_buffers_are_those_of_rank_0_where_ddp_broadcasts_them() -> None:
@@ -368,8 +378,7 @@ def evaluate(rank: int, world: int) -> int:
     """Evaluate another number of times on each rank."""
     torch.manual_seed(0)
     ddp = DDP(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
-    group = torch.distributed.group.WORLD
-    assert group is not None
+    group: Any = torch.distributed.group.WORLD
     with ElasticMBS(ddp, distributed=TIMEOUT) as mbs:
         before = group._get_sequence_number_for_group()
         for _ in range(2 + 3 * rank):
@@ -396,6 +405,31 @@ def rehearse(rank: int, world: int) -> tuple[bool, str]:
 
 def test_verify_and_plan_work_on_one_rank_alone() -> None:
     assert values(run_ranks(rehearse))[0] == (True, "")
+
+
+def short_of_memory(rank: int, world: int) -> tuple[float, int]:
+    """Rank 0 has room for a quarter of its batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 2)).double()
+    reference = copy.deepcopy(model)
+    ddp = DDP(model)
+    batches = [torch.randn(128, 64, dtype=torch.float64) for _ in range(world)]
+    size = 128
+    with MemoryBudget("100GiB" if rank else "1000KiB") as budget:
+        budget.track(model, batches[rank])
+        memory = MemoryOptions(wait_for_memory=0)
+        with ElasticMBS(ddp, memory=memory, distributed=TIMEOUT) as mbs:
+            for _ in range(2):
+                model.zero_grad()
+                size = mbs.backward(lambda x: square(ddp(x)), batches[rank]).micro_batch_size
+    square(reference(joined(batches))).backward()
+    return worst(model, reference), size
+
+
+def test_each_rank_has_a_size_of_its_own() -> None:
+    (first, small), (second, whole) = values(run_ranks(short_of_memory))
+    assert max(first, second) < 1e-12
+    assert small < whole == 128
 
 
 def reopen(rank: int, world: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -24,7 +25,7 @@ def hooked() -> DDP:
 
 def hooked_inside() -> DDP:
     ddp = DDP(net())
-    ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+    ddp._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
     return ddp
 
 

@@ -58,6 +58,12 @@ class FailingBackward(torch.autograd.Function):
         return grad
 
 
+def failing(x: Tensor) -> Tensor:
+    """Return `x`, through `FailingBackward`."""
+    out: Tensor = FailingBackward.apply(x)  # type: ignore[no-untyped-call]
+    return out
+
+
 def caught(action: Callable[[], Any]) -> str:
     """Return the error of an action in words, or "no error"."""
     try:
