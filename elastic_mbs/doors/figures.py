@@ -133,7 +133,8 @@ class RuntimeFigures:
     def total(self) -> Any:
         """The counts of the batch that is running, for a `loss_fn` that normalises by itself.
 
-        A number, or a dict where losses have names.
+        A number, or a dict where losses have names. Of all ranks' batches for a sum and for losses
+        with names, else of this process's.
         """
         for total in (self._calls.total, self._rehearsal.total):
             if total is not None:
