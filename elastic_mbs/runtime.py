@@ -107,7 +107,7 @@ class ElasticMBS(RuntimeFigures):
                 options.get("trim"),
                 self._resources.warn,
             ),
-            counted=settings.reduction == "sum",
+            reduction=settings.reduction,
             warn_once=self._resources.warn,
         )
         work = (self._resources, self._knowledge, batches)

@@ -1,7 +1,11 @@
 """Counts of loss terms per sample.
 
 A piece with c of the batch's C terms has the weight c / C. This is exact for every split, also for
-a split that changes during the call.
+a split that changes during the call. Under `reduction="sum"` each piece has the weight 1.
+
+A mean over nothing is 0/0, so under a mean a loss of weight 0 is left out of the sum: NaN · 0 is
+NaN. It has to be 0 or NaN then, because any other value would be lost
+(`engine.attempt.check_nothing_lost`).
 
 Micro-Batch Streaming (arXiv 2110.12484) divides by the number of pieces instead. With pieces of 16
 samples and a last one of 1, that last sample then has 8.5 times its share.
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -48,6 +52,8 @@ class Counts:
         totals = {str(name): column.total for name, column in columns.items()}
         # names of the losses; None for a single one
         self.names = None if single is not None else tuple(totals)
+        # losses without a term in the whole batch
+        self.void = frozenset(name for name, column in columns.items() if not column.total)
         # loss terms of the batch
         self.total: int | float | dict[str, int | float] = (
             totals if single is None else single.total
@@ -60,14 +66,41 @@ class Counts:
         return cls({None: _Column(range(n + 1), n, n)}, n)
 
     @classmethod
-    def read(cls, count: CountFn | Mapping[str, CountFn | None] | None, view: BatchView) -> Counts:
+    def one(cls, names: Iterable[str | None]) -> Counts:
+        """Return counts of 1 for the only sample of a batch, in each of its losses."""
+        return cls(dict.fromkeys(names, _Column(range(2), 1, 1)), 1)
+
+    @classmethod
+    def read(
+        cls,
+        count: CountFn | Mapping[str, CountFn | None] | None,
+        view: BatchView,
+        reduction: str = "mean",
+    ) -> Counts:
         """Call `count` on the whole batch, or each function of a dict (None in it: samples).
 
         Each vector is copied to the host once.
+
+        Raises:
+            CountError: they are no counts of the batch's samples, or, under a mean, all zero.
         """
         samples = cls.samples(view.length)
         if count is None:
             return samples
+        counts = cls._of(count, view, samples)
+        if reduction == "mean" and len(counts.void) == len(counts._columns):
+            what = "count is" if counts.names is None else "each function of count is"
+            raise CountError(
+                f"{what} zero for all {view.length} samples, so the loss is a mean over nothing "
+                "(is every label ignored?)\n"
+                "  skip such a batch before the call"
+            )
+        return counts
+
+    @classmethod
+    def _of(
+        cls, count: CountFn | Mapping[str, CountFn | None], view: BatchView, samples: Counts
+    ) -> Counts:
         if not isinstance(count, Mapping):
             return cls({None: _column(count, view, "count")}, view.length)
         if not count or not all(isinstance(name, str) for name in count):
@@ -81,24 +114,18 @@ class Counts:
         }
         return cls(each, view.length)
 
-    def weights(
-        self, start: int, stop: int, reduction: str = "mean"
-    ) -> dict[str | None, float] | None:
+    def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float]:
         """Return the weight of each loss of samples `start` to `stop`, by name.
 
-        It is c / C; under "sum" 1, or 0 where c is 0. None where the samples have no loss term.
+        It is c / C; under "sum" 1, because a sum over no term is 0 and not 0/0.
         """
+        if reduction == "sum":
+            return dict.fromkeys(self._columns, 1.0)
         shares = {}
         # not a comprehension, which is a call of its own: this runs for every piece
         for name, column in self._columns.items():
-            shares[name] = (column.prefix[stop] - column.prefix[start]) / column.units
-        if not any(shares.values()):
-            return None
-        return (
-            shares
-            if reduction == "mean"
-            else {name: float(share > 0) for name, share in shares.items()}
-        )
+            shares[name] = (column.prefix[stop] - column.prefix[start]) / (column.units or 1)
+        return shares
 
 
 def _column(count: Any, view: BatchView, where: str) -> _Column:
@@ -129,7 +156,7 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
 
 
 def _total(values: list[Any], where: str) -> int | float:
-    """Return the sum of the counts, none of which is negative or infinite, and not all are 0."""
+    """Return the sum of the counts, none of which is negative or infinite."""
     floating = float in set(map(type, values))
     try:
         if min(values) < 0 or (floating and not all(map(math.isfinite, values))):
@@ -138,19 +165,12 @@ def _total(values: list[Any], where: str) -> int | float:
                 f"{where} of sample {i} is {values[i]}: counts are "
                 f"{'not negative' if values[i] < 0 else 'finite'}"
             )
-        total: int | float = math.fsum(values) if floating else sum(values)
+        return math.fsum(values) if floating else sum(values)
     except OverflowError:
         raise CountError(
             f"{where} adds up to more than a float can hold ({sys.float_info.max:.3g}): scale the "
             "counts down"
         ) from None
-    if not total:
-        raise CountError(
-            f"{where} is zero for all {len(values)} samples, so the loss is a mean over nothing "
-            "(is every label ignored?)\n"
-            "  skip such a batch before the call"
-        )
-    return total
 
 
 def _on_host(result: Any, where: str) -> list[Any]:

@@ -28,7 +28,7 @@ class BatchReader:
         count: Count,
         by_length: ByLength | None,
         *,
-        counted: bool,
+        reduction: str,
         warn_once: Callable[[str, str], None],
     ) -> None:
         if not (count is None or callable(count) or isinstance(count, Mapping)):
@@ -37,14 +37,12 @@ class BatchReader:
                 "count_tokens(...), or a dict of those"
             )
         self._dims, self._count, self._by_length = dims, count, by_length
-        self._counted = counted or count is not None  # the loss is right without counts
+        self._reduction = reduction
+        # the loss is right without counts
+        self._counted = reduction == "sum" or count is not None
         self._warn_once = warn_once  # takes the kind of a warning and its text
         self._known_lists: dict[str, Any] = {}  # by the name of the loss function, see `BatchView`
         self._looked_at: set[str] = set()
-
-    @property
-    def count_names(self) -> tuple[str, ...] | None:
-        return tuple(self._count) if isinstance(self._count, Mapping) else None
 
     def view(
         self,
@@ -80,7 +78,7 @@ class BatchReader:
         May be repeated where memory ran out.
         """
         view = self.view(batch, name, training=training, args=given[0], kwargs=given[1])
-        return view, Counts.read(self._count if training else None, view)
+        return view, Counts.read(self._count if training else None, view, self._reduction)
 
     def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
         """Return the first samples of a batch, with their counts."""
@@ -93,15 +91,23 @@ class BatchReader:
         )
         if few.sorted is not None:  # a batch that lies in its order, which a report can read
             few = BatchView(few.piece(0, few.length), self._dims, view.known_lists, self._by_length)
-        return few, Counts.read(self._count, few)
+        return few, Counts.read(self._count, few, self._reduction)
 
-    def totals(self, batch: Any) -> tuple[Any, int]:
-        """Return the total count of a whole batch and its length; 0 where it cannot be cut."""
+    def whole(self, batch: Any, *, counted: bool) -> Counts | None:
+        """Return the counts of a batch that is not to be cut; None where it cannot be.
+
+        Without `counted` they are its samples.
+        """
         try:
             view = BatchView(batch, self._dims)
         except BatchError:
-            return 0, 0
-        return Counts.read(self._count, view).total, view.length
+            return None
+        return Counts.read(self._count if counted else None, view, self._reduction)
+
+    def uncut(self, *, counted: bool) -> Counts:
+        """Return the counts of a batch that cannot be cut: it is one sample."""
+        names = self._count if counted and isinstance(self._count, Mapping) else (None,)
+        return Counts.one(names)
 
 
 def first_look(

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.micro_batch import MicroBatch
-from elastic_mbs.engine.outcome.result import Stats, StepResult, StoredOutput
+from elastic_mbs.engine.outcome.result import Stats, StepResult, of_batch
 from elastic_mbs.engine.shared.knowledge import Knowledge
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.optimizer.guarded_step import refuse_closure
@@ -76,7 +76,7 @@ class DisabledCalls:
         """Run forward and backward of the whole batch, whose loss is one whatever `count` says."""
         with self._running(self._whole(batch, counted=False)) as whole, whole.micro as micro:
             micro.backward(loss_fn(embed_fn(micro.data)))
-        return self._finish(whole)
+        return self._finish(whole, per_sample=False)
 
     def micro_batches(self, batch: Any, name: str, *, own_graph: bool) -> Iterator[MicroBatch]:
         """Yield the whole batch as one micro-batch."""
@@ -86,9 +86,10 @@ class DisabledCalls:
 
     def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace) -> Any:
         """Run `fn` on the whole batch without gradients."""
+        whole = self._whole(batch, counted=False)
         with torch.no_grad():
-            found = fn(self._resources.load(batch))
-        return None if found is None else StoredOutput(found, outputs).get()
+            whole.attempt.keep(fn(whole.attempt.data), outputs)
+        return whole.result().outputs
 
     def optimizer_step(self, optimizer: Optimizer, closure: object) -> None:
         """Step the optimizer."""
@@ -101,9 +102,10 @@ class DisabledCalls:
 
     def _whole(self, batch: Any, *, counted: bool = True) -> WholeBatch:
         batch = self._resources.load(batch)
-        totals, length = self._batches.totals(batch)
-        names = self._batches.count_names if counted else None
-        return WholeBatch(self._resources.settings, batch, names, totals, length)
+        counts = self._batches.whole(batch, counted=counted)
+        cut = counts is not None
+        counts = counts or self._batches.uncut(counted=counted)
+        return WholeBatch(self._resources.settings, batch, counts, cut=cut)
 
     @contextmanager
     def _running(self, whole: WholeBatch) -> Iterator[WholeBatch]:
@@ -113,27 +115,30 @@ class DisabledCalls:
         finally:
             self.total = None
 
-    def _finish(self, whole: WholeBatch) -> StepResult:
-        self.last_result = whole.result()
+    def _finish(self, whole: WholeBatch, *, per_sample: bool = True) -> StepResult:
+        self.last_result = whole.result(per_sample=per_sample)
         return self.last_result
 
 
 class WholeBatch:
     """A batch that runs in one piece: the owner of its only micro-batch."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        batch: Any,
-        count_names: tuple[str, ...] | None,
-        totals: Any,
-        length: int,
-    ) -> None:
-        self.totals = totals
+    def __init__(self, settings: Settings, batch: Any, counts: Counts, *, cut: bool) -> None:
+        """Make the piece.
+
+        Args:
+            settings: the options of the runtime.
+            batch: the samples, on their device.
+            counts: their loss terms.
+            cut: the batch could be cut.
+        """
+        self.totals = counts.total if cut else 0
         self._settings = settings
-        self._names = count_names
-        self._attempt = Attempt(Range(0, length), batch)
-        self.micro = MicroBatch(self, self._attempt)
+        self._counts = counts
+        self._cut = cut
+        weights = counts.weights(0, counts.n, settings.reduction)
+        self.attempt = Attempt(Range(0, counts.n, weights), batch)
+        self.micro = MicroBatch(self, self.attempt)
 
     def begin(self, attempt: Attempt) -> None:
         """Do nothing: no attempt is prepared."""
@@ -150,11 +155,9 @@ class WholeBatch:
 
     def backward(self, attempt: Attempt, value: Any) -> None:
         """Run backward on the loss as it is."""
-        terms, outputs = read_losses(value, self._names)
-        if attempt.outputs is None:
-            self.keep(attempt, outputs)
-        loss = weighted_sum(terms, dict.fromkeys(terms, 1.0))
-        attempt.take_loss(loss, 1.0, ())
+        attempt.weigh(value, self._counts, self._settings.outputs)  # as 1: it is the whole batch
+        loss = attempt.graph
+        assert loss is not None  # a batch without a loss term is refused
         if self._settings.scaler is not None:
             loss = self._settings.scaler.scale(loss)
         backward = self._settings.gradients.backward
@@ -167,13 +170,24 @@ class WholeBatch:
         """Keep the outputs where the user wants them."""
         attempt.keep(outputs, self._settings.outputs)
 
-    def result(self) -> StepResult:
-        """Return the result of the pass."""
-        attempt = self._attempt
+    def result(self, *, per_sample: bool = True) -> StepResult:
+        """Return the result of the pass.
+
+        Args:
+            per_sample: its outputs are those of samples; else they come once for the batch.
+        """
+        attempt = self.attempt
         length = len(attempt)
-        return StepResult(
+        result = StepResult(
             partition=((0, length),),
             micro_batch_size=length,
             _losses=() if attempt.loss is None else (attempt.loss,),
+            _named={
+                name: [attempt.losses[name]] if name in attempt.losses else []
+                for name in self._counts.names or ()
+            },
             _outputs=[] if attempt.outputs is None else [attempt.outputs],
         )
+        if per_sample and self._cut:
+            return result
+        return of_batch(result, result.loss, attempt.outputs)

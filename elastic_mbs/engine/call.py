@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.engine.attempt import Attempt, Failure, Phase
+from elastic_mbs.engine.attempt import Attempt, Failure, Phase, check_nothing_lost
 from elastic_mbs.engine.outcome.result import StepResult, check_not_overwritten
 from elastic_mbs.engine.parts import Batch, CallParts, parts_of
 from elastic_mbs.engine.passes import Passes
@@ -167,9 +167,7 @@ class Call:
             elif self.attempt is not None:
                 raise self.left_early("a micro-batch was not entered with `with micro:`")
             piece = self.parts.progress.next()
-            if piece is None:
-                self._end_pass()  # the last piece was skipped
-                continue
+            assert piece is not None  # the last one has ended the pass
             attempt = self._prepare(piece)
             if attempt is not None:
                 return attempt
@@ -236,15 +234,16 @@ class Call:
         parts = self.parts
         gradients = parts.gradients
         gradients.check_before(first=parts.progress.untouched)
-        weight = attempt.weigh(value, parts.batch.counts.names, self._pass.outputs)
+        weight = attempt.weigh(value, parts.batch.counts, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.
             self.resources.monitor.request_reading(rested=True)
-        # Without a graph, the terms that have one have no counts in this piece.
-        if attempt.graph is not None and attempt.graph.requires_grad:
+        if attempt.differentiable:
             gradients.prepare(attempt)
             self.phase = Phase.BACKWARD
             gradients.run(attempt, weight)
+        else:
+            parts.hooks.drop_graph(attempt.terms)  # no backward frees it
         gradients.observe()
         self.phase = Phase.COMMIT
 
@@ -349,6 +348,7 @@ class Call:
         training = parts.batch.training
         if training:
             gradients.check_after(first=parts.progress.untouched)
+            check_nothing_lost(progress.committed, resources.retry)
         gradients.finish()
         parts.edits.notice(parts.progress)
         if gradients.full and not profile.draws:
@@ -356,7 +356,7 @@ class Call:
         if self._pass.outputs == "device":
             check_not_overwritten([attempt.outputs for attempt in progress.committed])
         attempts = progress.in_order()
-        result = parts.report.result(progress, attempts)
+        result = parts.report.result(progress, attempts, parts.batch.counts.names)
         if not training:
             resources.retry(
                 'join the outputs on the device (outputs="cpu" keeps them on the host)',
@@ -364,10 +364,9 @@ class Call:
             )
         noise = parts.knowledge.noise
         if noise is not None and training:
-            skipped, adds_up = progress.schedule.skipped, self._pass.adds_up
             result.noise_scale = resources.retry(
                 "read the norms of the gradients",
-                lambda: gradients.noise_scale(noise, skipped, adds_up=adds_up),
+                lambda: gradients.noise_scale(noise, adds_up=self._pass.adds_up),
             )
         parts.report.inform_controller(progress, fresh=not gradients.full)
         result = self.passes.finish(result)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elastic_mbs.batch.counts import Counts, looks_like_token_labels
-from elastic_mbs.batch.loss_terms import Terms, read_losses
+from elastic_mbs.batch.loss_terms import check_graph, read_losses
 from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.engine.shared.resources import Resources
@@ -87,7 +87,9 @@ class _Comparison:
             piece = to_device(
                 map_tensors(self.view.piece(start, stop), torch.clone), self.resources.piece_device
             )
-            terms: Terms = read_losses(self.loss_fn(piece), self.counts.names)[0]
+            terms, _ = read_losses(self.loss_fn(piece), self.counts.names)
+            if stop - start == self.view.length:  # one that counts nothing needs no graph
+                check_graph(terms)
         self.dtype = next(iter(terms.values())).dtype
         return {name: float(term.detach()) for name, term in terms.items()}
 
@@ -111,8 +113,7 @@ class _Comparison:
         self, pieces: list[tuple[int, int, Losses]], name: str | None, reduction: str
     ) -> float:
         weights = [
-            (self.counts.weights(start, stop, reduction=reduction) or {}).get(name)
-            for start, stop, _ in pieces
+            self.counts.weights(start, stop, reduction=reduction)[name] for start, stop, _ in pieces
         ]
         return sum(
             losses[name] * weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -37,7 +37,6 @@ class StepResult:
             batch may hold more: as many elements as this number of its longest samples.
         ooms: out-of-memory errors survived in this call.
         replayed_samples: samples that were run again.
-        skipped: ranges that were not run because all their counts are zero; they have no outputs.
         noise_scale: the gradient noise scale up to this call, where `GradientOptions(noise_scale=)`
             wants it; None before the first estimate.
         order: with `pieces="by_length"`, the batch's samples in the order in which they were cut;
@@ -48,11 +47,12 @@ class StepResult:
     micro_batch_size: int
     ooms: int = 0
     replayed_samples: int = 0
-    skipped: tuple[tuple[int, int], ...] = ()
     noise_scale: NoiseScale | None = field(default=None, repr=False)
     order: tuple[int, ...] | None = field(default=None, repr=False)
     _lengths: Sequence[int] = field(default=(), repr=False)  # of the samples in that order
     _losses: tuple[Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighted
+    # of each name, those of the pieces, weighted by its own count
+    _named: Mapping[str, Sequence[Tensor]] = field(default_factory=dict, repr=False)
     # of the pieces, until they are read
     _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)
     _per_piece: set[Path] | None = field(default=None, repr=False)  # see `join`
@@ -64,17 +64,29 @@ class StepResult:
 
         Only a read of its value waits for the device.
         """
-        if not self._losses:
-            return torch.zeros(())
-        if len(self._losses) > 1:
-            losses, last = self._losses, self._losses[-1]
-            total = oom.retry(
-                "add up the losses",
-                lambda: torch.stack([loss.to(last.dtype) for loss in losses]).sum(),
-                {last.device},
-            )
-            self._losses = (total,)
+        if len(self._losses) != 1:
+            self._losses = (_sum(self._losses),)
         return self._losses[0]
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """The losses of the whole batch by name, where `count` is a dict; else an empty dict.
+
+        Each is weighed by its own count, so they add up to `loss`. One that has no term in the
+        batch is 0.
+        """
+        self._named = {
+            name: each if len(each) == 1 else (_sum(each),) for name, each in self._named.items()
+        }
+        return {name: each[0] for name, each in self._named.items()}
+
+    def item(self) -> float:
+        """Return the loss as a number, as a tensor does; waits for the device."""
+        return float(self)
+
+    def detach(self) -> Tensor:
+        """Return the loss as a tensor, which has no graph anyway."""
+        return self.loss
 
     def __float__(self) -> float:
         """Return the loss as a number; waits for the device."""
@@ -132,6 +144,18 @@ class StepResult:
         elif isinstance(self._joined, StoredOutput):
             self._joined = self._joined.get()
         return self._joined
+
+
+def _sum(losses: Sequence[Tensor]) -> Tensor:
+    """Return the sum of scalars, on the device and in the type of the last one."""
+    if not losses:
+        return torch.zeros(())
+    last = losses[-1]
+    return oom.retry(
+        "add up the losses",
+        lambda: torch.stack([loss.to(last.dtype) for loss in losses]).sum(),
+        {last.device},
+    )
 
 
 def loss_on_host(result: StepResult) -> float | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.batch.containers import map_tensors, tensors_in
-from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.loss_terms import check_graph, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.outcome.result import StoredOutput
 from elastic_mbs.errors import LossError, UsageError
@@ -60,6 +60,7 @@ class EmbeddingCache:
         value = loss_fn(map_tensors(embeddings, leaf))
         try:
             terms, found = read_losses(value, None)
+            check_graph(terms)
         except LossError as error:
             raise LossError(
                 f"loss_fn returned no loss for the embeddings of the whole batch: {error}"

@@ -149,7 +149,7 @@ class TwoPasses:
         parts = self._parts
         resources, progress = parts.resources, parts.progress
         check_not_overwritten([attempt.outputs for attempt in progress.committed])
-        result = parts.report.result(progress, progress.in_order())
+        result = parts.report.result(progress, progress.in_order(), None)
         embeddings = resources.retry("join the embeddings on the device", lambda: result.outputs)
         samples = parts.batch.view.length
         _check_rows(embeddings, samples)
@@ -263,9 +263,7 @@ class TwoPasses:
 class Unweighted(Counts):
     """Counts of a batch whose pieces add up as they are: the loss has weighed its samples."""
 
-    def weights(
-        self, start: int, stop: int, reduction: str = "mean"
-    ) -> dict[str | None, float] | None:
+    def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float]:
         """Return the weight 1 for every piece."""
         return {None: 1.0}
 
