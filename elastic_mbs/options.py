@@ -18,6 +18,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from elastic_mbs.batch.cut import Dims
+from elastic_mbs.batch.join import Pad, check_pad
 from elastic_mbs.batch.lengths import Length, Trim
 from elastic_mbs.batch.reader import Count
 from elastic_mbs.controller.policy import Limits, Policy
@@ -33,7 +34,7 @@ Reduction = Literal["mean", "sum"]
 
 Pieces = Literal["in_order", "by_length"]
 
-OutputPlace = Literal["cpu", "device"] | None
+OutputPlace = Literal["auto", "cpu", "device"] | None
 
 _RUNGS = ("logits", "offload", "checkpoint")
 
@@ -192,6 +193,7 @@ class Options(TypedDict, total=False):
     trim: Trim | None
     scaler: torch.amp.GradScaler | None
     outputs: OutputPlace
+    pad: float | Mapping[str, float] | None
     log: str | os.PathLike[str] | None
     on_event: Sink | Iterable[Sink]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -266,7 +268,8 @@ class Settings:
     micro_batch_size: int | Literal["auto"] = "auto"
     reduction: Reduction = "mean"
     scaler: torch.amp.GradScaler | None = None
-    outputs: OutputPlace = "cpu"
+    outputs: OutputPlace = "auto"
+    pad: Pad = None
     policy: Policy = field(default_factory=Policy)
     gradients: GradientOptions = field(default_factory=GradientOptions)
     recovery: RecoveryOptions = field(default_factory=RecoveryOptions)
@@ -295,7 +298,7 @@ class Settings:
                 f"max_micro_batch_size={high}]"
             )
         _check_choice(self, "reduction", "mean", "sum")
-        _check_choice(self, "outputs", "cpu", "device", None)
+        _check_outputs(self)
         _check_choice(self, "pieces", "in_order", "by_length")
         if self.pieces == "by_length" and self.gradients.noise_scale is not None:
             raise UsageError(
@@ -418,6 +421,11 @@ def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> d
 def _check_choice(options: object, name: str, *choices: str | bool | None) -> None:
     if (value := getattr(options, name)) not in choices:
         raise UsageError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
+
+
+def _check_outputs(settings: Settings) -> None:
+    _check_choice(settings, "outputs", "auto", "cpu", "device", None)
+    check_pad(settings.pad)
 
 
 def _check_callables(options: object, *names: str) -> None:

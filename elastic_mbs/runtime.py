@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.reader import BatchReader
-from elastic_mbs.doors.arguments import check_place, closed
+from elastic_mbs.doors.arguments import check_evaluation, closed
 from elastic_mbs.doors.calls import Calls
 from elastic_mbs.doors.disabled import DisabledCalls
 from elastic_mbs.doors.figures import RuntimeFigures
@@ -24,7 +24,7 @@ from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import check_function
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import UsageError
-from elastic_mbs.options import Options, OutputPlace, Settings, check_names, event_log
+from elastic_mbs.options import Options, OutputPlace, Pad, Settings, check_names, event_log
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.rehearsal.rehearsal import Rehearsal
 from elastic_mbs.rehearsal.verify import VerifyReport
@@ -60,9 +60,12 @@ class ElasticMBS(RuntimeFigures):
             "by_length" cannot know.
         scaler: a `torch.amp.GradScaler`; the loss is scaled before backward. `unscale_`, clipping
             and `scaler.step` stay with the caller.
-        outputs: where the outputs that `loss_fn` returns with the loss go: "cpu" (the default),
-            "device", or None to drop them. They are detached, in objects of other types too; those
-            that cannot be deep-copied keep their graph.
+        outputs: where the outputs that `loss_fn` returns with the loss go: "cpu", "device", or None
+            to drop them. "auto" (the default) leaves those on the device that take at most 16 MiB
+            for the whole batch, if the batch lies there. They are detached, in objects of other
+            types too; those that cannot be deep-copied keep their graph.
+        pad: fills up outputs as wide as the widest sample of their piece (generated texts), at the
+            end: a number, or numbers by the names of outputs. Without it they are refused.
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for
             `elastic-mbs report` and `elastic-mbs watch`.
         on_event: a function, or several, that get each `Event`, a `CallDone` for each finished call
@@ -266,7 +269,12 @@ class ElasticMBS(RuntimeFigures):
 
     @closed
     def evaluate(
-        self, fn: Callable[[Any], Any], batch: Any, *, outputs: OutputPlace = "cpu"
+        self,
+        fn: Callable[[Any], Any],
+        batch: Any,
+        *,
+        outputs: OutputPlace = "auto",
+        pad: Pad = None,
     ) -> Any:
         """Return `fn(batch)`, run in pieces without gradients and joined along the samples.
 
@@ -275,25 +283,23 @@ class ElasticMBS(RuntimeFigures):
         Args:
             fn: gets a piece of the batch. It may run more than once for the same samples.
             batch: any container of tensors and per-sample lists.
-            outputs: where outputs are kept while the rest of the batch runs, and joined: "cpu"
-                moves them to the host piece by piece; "device" leaves them where they are made,
-                which they may fill.
+            outputs: where outputs are kept and joined, as the option says it. They may fill the
+                device.
+            pad: as the option, which None stands for.
 
         Returns:
-            The same containers that `fn` returns. Tensors whose first dimension is the piece's
-            length, and lists with one item per sample, are put together; a value that comes once
-            per piece (a mean loss) is in a `PerPiece` list, with `.mean()` and `.sum()`. An output
-            whose length ever differs from its piece's is treated as one value per piece from then
-            on.
+            The same containers that `fn` returns. Tensors as long as the piece and lists with one
+            item per sample are put together; a value that comes once per piece (a mean loss) is in
+            a `PerPiece` list, with `.mean()` and `.sum()`. An output whose length ever differs from
+            its piece's is treated as one value per piece from then on.
 
         Raises:
-            UsageError: `outputs` is neither of the two.
-            BatchError: the batch cannot be cut.
+            UsageError: the batch cannot be cut, an argument is not known, or an output needs `pad`.
             RecoveryError: memory ran out and the batch could not be finished.
         """
         check_function(fn, "evaluate(fn, batch)")
-        check_place(outputs)
-        return self._calls.evaluate(fn, batch, outputs)
+        check_evaluation(outputs, pad)
+        return self._calls.evaluate(fn, batch, outputs, pad)
 
     def optimizer_step(self, optimizer: Optimizer, closure: object = None) -> None:
         """Step the optimizer, exactly or not at all.

@@ -12,11 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.join import Pad
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.engine.call import Call, PassesOf
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
-from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, stored_bytes
+from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, place_of, stored_bytes
 from elastic_mbs.engine.parts import Batch, CallParts
 from elastic_mbs.engine.passes import OnePass
 from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
@@ -166,12 +167,12 @@ class Calls:
         call = self._begin(Batch(view, counts, name, name, own_graph=own_graph))
         return loop(call, self._finish)
 
-    def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace) -> Any:
+    def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace, pad: Pad) -> Any:
         """Run `fn` on every piece and join its outputs. See `ElasticMBS.evaluate`."""
         name, identity = names_of(fn)
         view, counts = self._read(batch, name, counted=False)
         work = Batch(view, counts, name, identity, training=False)
-        call = self._begin(work, outputs)
+        call = self._begin(work, outputs, pad)
         with call, torch.no_grad():
             call.run(fn)
         return self._finish(call).outputs
@@ -188,10 +189,15 @@ class Calls:
 
     # ------------------------------------------------------------------ how a call starts and ends
 
-    def _begin(self, batch: Batch, outputs: OutputPlace = None) -> Call:
+    def _begin(self, batch: Batch, outputs: OutputPlace = None, pad: Pad = None) -> Call:
         """Begin a call with one pass over its batch."""
-        place = self._resources.settings.outputs if batch.training else outputs
-        one_pass = OnePass(training=batch.training, outputs=place)
+        settings = self._resources.settings
+        place = place_of(
+            settings.outputs if batch.training else outputs, batch.view.tensors, batch.view.length
+        )
+        one_pass = OnePass(
+            training=batch.training, outputs=place, pad=settings.pad if pad is None else pad
+        )
         return self._make(batch, lambda parts: one_pass)
 
     def _make(self, batch: Batch, passes: PassesOf) -> Call:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.join import Pad
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.micro_batch import MicroBatch
-from elastic_mbs.engine.outcome.result import Stats, StepResult, of_batch
+from elastic_mbs.engine.outcome.result import Place, Stats, StepResult, of_batch, place_of
 from elastic_mbs.engine.shared.knowledge import Knowledge
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.optimizer.guarded_step import refuse_closure
@@ -43,6 +45,7 @@ class DisabledCalls:
         self.history: tuple[tuple[int, int], ...] = ()
         self.total: Any = None
         self._resources = resources
+        self._outputs = resources.settings.outputs
         self._batches = batches
 
     def open(self) -> None:
@@ -66,7 +69,7 @@ class DisabledCalls:
         kwargs: Mapping[str, Any],
     ) -> StepResult:
         """Run forward and backward of the whole batch."""
-        with self._running(self._whole(batch)) as whole, whole.micro as micro:
+        with self._running(self._whole(batch, self._outputs)) as whole, whole.micro as micro:
             micro.backward(loss_fn(micro.data, *args, **kwargs))
         return self._finish(whole)
 
@@ -74,21 +77,22 @@ class DisabledCalls:
         self, embed_fn: Callable[[Any], Any], loss_fn: Callable[[Any], Any], batch: Any
     ) -> StepResult:
         """Run forward and backward of the whole batch, whose loss is one whatever `count` says."""
-        with self._running(self._whole(batch, counted=False)) as whole, whole.micro as micro:
+        whole = self._whole(batch, self._outputs, counted=False)
+        with self._running(whole), whole.micro as micro:
             micro.backward(loss_fn(embed_fn(micro.data)))
         return self._finish(whole, per_sample=False)
 
     def micro_batches(self, batch: Any, name: str, *, own_graph: bool) -> Iterator[MicroBatch]:
         """Yield the whole batch as one micro-batch."""
-        with self._running(self._whole(batch)) as whole:
+        with self._running(self._whole(batch, self._outputs)) as whole:
             yield whole.micro
         self._finish(whole)
 
-    def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace) -> Any:
-        """Run `fn` on the whole batch without gradients."""
-        whole = self._whole(batch, counted=False)
+    def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace, pad: Pad) -> Any:
+        """Run `fn` on the whole batch without gradients: there is nothing to fill up."""
+        whole = self._whole(batch, outputs, counted=False)
         with torch.no_grad():
-            whole.attempt.keep(fn(whole.attempt.data), outputs)
+            whole.keep(whole.attempt, fn(whole.attempt.data))
         return whole.result().outputs
 
     def optimizer_step(self, optimizer: Optimizer, closure: object) -> None:
@@ -100,12 +104,13 @@ class DisabledCalls:
         else:
             scaler.step(optimizer)
 
-    def _whole(self, batch: Any, *, counted: bool = True) -> WholeBatch:
-        batch = self._resources.load(batch)
+    def _whole(self, batch: Any, outputs: OutputPlace, *, counted: bool = True) -> WholeBatch:
+        given, batch = batch, self._resources.load(batch)
         counts = self._batches.whole(batch, counted=counted)
         cut = counts is not None
         counts = counts or self._batches.uncut(counted=counted)
-        return WholeBatch(self._resources.settings, batch, counts, cut=cut)
+        place = place_of(outputs, tensors_in(given), counts.n)
+        return WholeBatch(self._resources.settings, batch, counts, place, cut=cut)
 
     @contextmanager
     def _running(self, whole: WholeBatch) -> Iterator[WholeBatch]:
@@ -123,18 +128,22 @@ class DisabledCalls:
 class WholeBatch:
     """A batch that runs in one piece: the owner of its only micro-batch."""
 
-    def __init__(self, settings: Settings, batch: Any, counts: Counts, *, cut: bool) -> None:
+    def __init__(
+        self, settings: Settings, batch: Any, counts: Counts, place: Place, *, cut: bool
+    ) -> None:
         """Make the piece.
 
         Args:
             settings: the options of the runtime.
             batch: the samples, on their device.
             counts: their loss terms.
+            place: where outputs are kept.
             cut: the batch could be cut.
         """
         self.totals = counts.total if cut else 0
         self._settings = settings
         self._counts = counts
+        self._place = place
         self._cut = cut
         weights = counts.weights(0, counts.n, settings.reduction)
         self.attempt = Attempt(Range(0, counts.n, weights), batch)
@@ -155,7 +164,7 @@ class WholeBatch:
 
     def backward(self, attempt: Attempt, value: Any) -> None:
         """Run backward on the loss as it is."""
-        attempt.weigh(value, self._counts, self._settings.outputs)  # as 1: it is the whole batch
+        attempt.weigh(value, self._counts, self._place)  # as 1: it is the whole batch
         loss = attempt.graph
         assert loss is not None  # a batch without a loss term is refused
         if self._settings.scaler is not None:
@@ -168,7 +177,7 @@ class WholeBatch:
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:
         """Keep the outputs where the user wants them."""
-        attempt.keep(outputs, self._settings.outputs)
+        attempt.keep(outputs, self._place)
 
     def result(self, *, per_sample: bool = True) -> StepResult:
         """Return the result of the pass.

@@ -22,10 +22,9 @@ from elastic_mbs.batch.loss_terms import (
     without_void,
 )
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.engine.outcome.result import StoredOutput
+from elastic_mbs.engine.outcome.result import Place, StoredOutput
 from elastic_mbs.errors import LossError, UsageError
 from elastic_mbs.memory.oom import Verdict
-from elastic_mbs.options import OutputPlace
 
 
 class Phase(Enum):
@@ -103,7 +102,7 @@ class Attempt:
         """Take the data of the piece."""
         self.data = data
 
-    def weigh(self, value: Any, counts: Counts, place: OutputPlace) -> float:
+    def weigh(self, value: Any, counts: Counts, place: Place) -> float:
         """Take the loss that the user's step returned, and return its weight in the batch.
 
         Args:
@@ -150,7 +149,7 @@ class Attempt:
         self.loss = loss.detach() * weight
         self.graph = loss
 
-    def keep(self, outputs: Any, place: OutputPlace) -> None:
+    def keep(self, outputs: Any, place: Place) -> None:
         """Keep the outputs of the piece at `place`.
 
         Raises:
@@ -162,7 +161,7 @@ class Attempt:
             raise UsageError(
                 "this micro-batch has outputs already: give all of them to one micro.keep(outputs)"
             )
-        self.outputs = StoredOutput(outputs, place)
+        self.outputs = StoredOutput(outputs, place, len(self))
 
     def on_commit(self, fn: Callable[[], object]) -> None:
         """Add a function to run once the whole batch is accumulated."""

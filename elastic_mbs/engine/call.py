@@ -353,10 +353,11 @@ class Call:
         parts.edits.notice(parts.progress)
         if gradients.full and not profile.draws:
             profile.learn_draws(parts.snapshot.drew_since_start())
-        if self._pass.outputs == "device":
+        if self._pass.outputs not in ("cpu", None):
             check_not_overwritten([attempt.outputs for attempt in progress.committed])
         attempts = progress.in_order()
-        result = parts.report.result(progress, attempts, parts.batch.counts.names)
+        names = parts.batch.counts.names
+        result = parts.report.result(progress, attempts, names, self._pass.pad)
         if not training:
             resources.retry(
                 'join the outputs on the device (outputs="cpu" keeps them on the host)',

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from elastic_mbs.batch.join import Pad
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.messages import CallOutcome, Decision, Key
 from elastic_mbs.engine.attempt import Attempt
@@ -86,7 +87,11 @@ class CallReport:
     # ------------------------------------------------------------------ for the caller
 
     def result(
-        self, progress: Progress, attempts: Iterable[Attempt], names: Iterable[str] | None
+        self,
+        progress: Progress,
+        attempts: Iterable[Attempt],
+        names: Iterable[str] | None,
+        pad: Pad,
     ) -> StepResult:
         """Return the result of the committed attempts.
 
@@ -94,6 +99,7 @@ class CallReport:
             progress: the failures of the call.
             attempts: the attempts in the batch's order.
             names: the names of the losses; None for a single one.
+            pad: fills up outputs whose width differs from piece to piece.
         """
         partition, losses, stored = [], [], []
         named: dict[str, list[torch.Tensor]] = {name: [] for name in names or ()}
@@ -117,6 +123,7 @@ class CallReport:
             _named=named,
             _outputs=stored if any(stored) else [],
             _per_piece=self._profile.per_piece,
+            _pad=pad,
         )
 
     # ------------------------------------------------------------------ for the controller

@@ -287,6 +287,7 @@ class ElasticTrainerMixin(_Base):
                 ),
                 inputs,
                 outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
+                pad=-100,  # as the trainer fills up batches
             )
         except BaseException:
             metrics.restore()
