@@ -138,6 +138,27 @@ def weighted_sum(terms: Terms, weights: Weights) -> torch.Tensor:
     return sum(parts[1:], parts[0])
 
 
+def lost_in(name: str | None, value: float, samples: str) -> str | None:
+    """Return why a loss of weight 0 is wrong; None for 0 and for NaN, which is 0/0.
+
+    Args:
+        name: its name.
+        value: its value.
+        samples: those that it is of, in words.
+    """
+    if not value or math.isnan(value):
+        return None
+    return (
+        f"{'the loss' if name is None else f'the loss {name!r}'} of {samples} is {value:.6g}, but "
+        "count= says that it has no terms there. Under reduction='mean' its weight is then 0, and "
+        "what it holds would be lost\n"
+        "  if it comes from these samples (a sum over all, divided by what count= counts): return "
+        "the sum divided by mbs.total, with reduction='sum'\n"
+        "  if it comes once per batch (a regulariser): return it under a name of its own, "
+        "{'loss': loss, 'regulariser': value}, with count={'loss': count, 'regulariser': None}"
+    )
+
+
 def without_void(terms: Terms, weights: Weights, void: Collection[str | None]) -> Weights:
     """Return the weights, with 0 for a sum that its function has divided by a count of 0.
 

@@ -232,8 +232,17 @@ class Calls:
         if training:
             self.last_result = result
             self.history.append((result.micro_batch_size, result.ooms))
-            self._check_size(result, parts.key.name)
-        parts.report.done(result, training=training)
+        try:
+            if training:
+                self._check_size(result, parts.key.name)
+            parts.report.done(result, training=training)
+        except BaseException as error:  # of a sink, which may raise anything
+            if training:
+                error.add_note(
+                    "elastic_mbs: this was raised after the batch was done, so its gradient is "
+                    "whole: step, or call zero_grad() before the batch runs again."
+                )
+            raise
         return result
 
     def _check_size(self, result: StepResult, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +16,7 @@ from elastic_mbs.batch.loss_terms import (
     Terms,
     check_graph,
     is_plain,
+    lost_in,
     read_losses,
     weighted,
     without_void,
@@ -188,19 +188,9 @@ def check_nothing_lost(
     for attempt in attempts:
         for name, loss in attempt.uncounted.items():
             value, piece = retry("read a loss", partial(float, loss)), attempt.piece
-            if not value or math.isnan(value):
-                continue
-            what = "the loss" if name is None else f"the loss {name!r}"
-            raise LossError(
-                f"{what} of samples {piece.start} to {piece.stop} (without the last) is "
-                f"{value:.6g}, but count= says that it has no terms there. Under "
-                "reduction='mean' its weight is then 0, and what it holds would be lost\n"
-                "  if it comes from these samples (a sum over all, divided by what count= "
-                "counts): return the sum divided by mbs.total, with reduction='sum'\n"
-                "  if it comes once per batch (a regulariser): return it under a name of its own, "
-                "{'loss': loss, 'regulariser': value}, with count={'loss': count, "
-                "'regulariser': None}"
-            )
+            text = lost_in(name, value, f"samples {piece.start}:{piece.stop}")
+            if text is not None:
+                raise LossError(text)
 
 
 @dataclass(frozen=True, slots=True)

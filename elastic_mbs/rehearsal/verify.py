@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elastic_mbs.batch.counts import Counts, looks_like_token_labels
-from elastic_mbs.batch.loss_terms import check_graph, read_losses
+from elastic_mbs.batch.loss_terms import check_graph, lost_in, read_losses
 from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.engine.shared.resources import Resources
@@ -91,14 +91,20 @@ class _Comparison:
             if stop - start == self.view.length:  # one that counts nothing needs no graph
                 check_graph(terms)
         self.dtype = next(iter(terms.values())).dtype
-        return {name: float(term.detach()) for name, term in terms.items()}
+        losses = {name: float(term.detach()) for name, term in terms.items()}
+        for name in self.counts.void if len(self.counts.void) < len(losses) else ():
+            if math.isnan(losses[name]):
+                losses[name] = 0.0  # over nothing: it has no part in the batch
+        return losses
 
     def report(self) -> VerifyReport:
-        wrong = [name for name in self.whole if not self._adds_up(name, self.reduction)]
-        findings = [
-            f"{'the loss' if name is None else f'the loss {name!r}'} {self._reason(name)}"
-            for name in wrong
-        ]
+        found = {name: self._lost(name) for name in self.whole}
+        for name, lost in found.items():
+            if lost is None and not self._adds_up(name, self.reduction):
+                what = "the loss" if name is None else f"the loss {name!r}"
+                found[name] = f"{what} {self._reason(name)}"
+        findings = [text for text in found.values() if text is not None]
+        ok = not findings
         if self.resources.model.batch_norms():
             findings.append(
                 "the model has BatchNorm: in training its statistics are those of each "
@@ -107,7 +113,16 @@ class _Comparison:
                 "whole batch's"
             )
         split = sum(self._joined(self.ones, name, self.reduction) for name in self.whole)
-        return VerifyReport(not wrong, sum(self.whole.values()), split, tuple(findings))
+        return VerifyReport(ok, sum(self.whole.values()), split, tuple(findings))
+
+    def _lost(self, name: str | None) -> str | None:
+        """Return why the loss of a sample without a loss term would be lost, where it would be."""
+        for start, stop, losses in self.ones:
+            if not self.counts.weights(start, stop, self.reduction)[name]:
+                text = lost_in(name, losses[name], f"sample {start}")
+                if text is not None:
+                    return text
+        return None
 
     def _joined(
         self, pieces: list[tuple[int, int, Losses]], name: str | None, reduction: str
@@ -193,7 +208,7 @@ class _Comparison:
             for pieces in (self.ones, self.halves)
         ]
         by_ones, by_halves = surplus[0] / (len(self.ones) - 1), surplus[1]
-        if not self._near(by_ones, by_halves):
+        if not self._near(by_ones, by_halves) or self._near(by_ones, 0.0):
             return None
         return (
             f"has a part of about {by_ones:.6g} that does not come from samples (a regulariser, "

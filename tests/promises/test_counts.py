@@ -135,7 +135,7 @@ def per_object(model: nn.Module, batch: Batch) -> Tensor:
 def test_a_mean_refuses_a_loss_of_samples_that_count_nothing(door: int) -> None:
     model, batch = mlp(), pictures(POSITIVES)
     mbs = elastic(model, micro_batch_size=2, count=objects)
-    with pytest.raises(LossError, match=r"samples 0 to 2 .* has no terms there") as caught:
+    with pytest.raises(LossError, match=r"samples 0:2 .* has no terms there") as caught:
         through(door, mbs, lambda piece: per_object(model, piece), batch)
     assert all(grad is None for grad in grads(model))
     # its first way out: the sum, divided by mbs.total
@@ -303,3 +303,42 @@ def test_a_list_of_losses_is_refused_and_its_ways_out_are_right(enabled: bool) -
         mbs = elastic(model, micro_batch_size=2, count=count, enabled=enabled)
         mbs.backward(lambda piece, way=way: way(*pair(model, piece)), batch)
         assert off_by(model, wanted) <= EXACT
+
+
+# ---------------------------------------------------------------------- verify
+
+
+def test_verify_names_a_loss_of_samples_that_count_nothing() -> None:
+    model, batch = mlp(), pictures(POSITIVES)
+    losses: list[Loss] = [per_object, lambda net, b: masked(net, b) + weight_decay(net)]
+    for loss in losses:
+        report = elastic(model, count=objects).verify(lambda piece, f=loss: f(model, piece), batch)
+        assert not report.ok
+        assert len(report.findings) == 1
+        assert "has no terms there" in report.findings[0]
+        assert "return the sum divided by mbs.total, with reduction='sum'" in report.findings[0]
+    right: list[tuple[dict[str, Any], Callable[[Batch], Tensor]]] = [
+        ({"count": objects}, lambda piece: masked(model, piece)),
+        ({"count": objects}, lambda piece: over_nothing(model, piece)),
+        ({"reduction": "sum"}, lambda piece: focal(model, piece)),
+        ({"count": objects, "reduction": "sum"}, lambda piece: focal(model, piece)),
+    ]
+    for options, fn in right:
+        report = elastic(model, **options).verify(fn, batch)
+        assert (report.ok, report.findings) == (True, ()), report
+
+
+def test_verify_leaves_out_a_loss_without_a_term_in_the_batch() -> None:
+    model, batch = mlp(), pictures([0] * 8)
+    report = elastic(model, count=NAMED).verify(lambda piece: detr(model, piece), batch, samples=8)
+    assert (report.ok, report.findings) == (True, ())
+    assert report.whole == pytest.approx(detr(model, batch)["labels"].item(), rel=1e-12)
+
+
+def test_verify_does_not_take_rounding_for_a_part_that_comes_once() -> None:
+    model, batch = mlp(), pictures(POSITIVES)
+    report = elastic(model, reduction="sum").verify(
+        lambda piece: focal(model, piece) * (2.0 if len(piece["x"]) == 6 else 1.0), batch
+    )
+    assert not report.ok
+    assert "does not come from samples" not in str(report)
