@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from elastic_mbs.batch.cut import Dims
-from elastic_mbs.batch.join import Pad, check_pad
+from elastic_mbs.batch.join import Fill, Pad, check_pad
 from elastic_mbs.batch.lengths import Length, Trim
 from elastic_mbs.batch.reader import Count
 from elastic_mbs.controller.policy import Limits, Policy
@@ -193,7 +193,7 @@ class Options(TypedDict, total=False):
     trim: Trim | None
     scaler: torch.amp.GradScaler | None
     outputs: OutputPlace
-    pad: float | Mapping[str, float] | None
+    pad: Fill
     log: str | os.PathLike[str] | None
     on_event: Sink | Iterable[Sink]
     optimizers: Sequence[torch.optim.Optimizer]

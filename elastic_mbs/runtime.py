@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
+from elastic_mbs.batch.join import Fill
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.doors.arguments import check_evaluation, closed
@@ -24,7 +25,7 @@ from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import check_function
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import UsageError
-from elastic_mbs.options import Options, OutputPlace, Pad, Settings, check_names, event_log
+from elastic_mbs.options import Options, OutputPlace, Settings, check_names, event_log
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.rehearsal.rehearsal import Rehearsal
 from elastic_mbs.rehearsal.verify import VerifyReport
@@ -62,8 +63,7 @@ class ElasticMBS(RuntimeFigures):
             and `scaler.step` stay with the caller.
         outputs: where the outputs that `loss_fn` returns with the loss go: "cpu", "device", or None
             to drop them. "auto" (the default) leaves those on the device that take at most 16 MiB
-            for the whole batch, if the batch lies there. They are detached, in objects of other
-            types too; those that cannot be deep-copied keep their graph.
+            for the whole batch, if the batch lies there. They are detached.
         pad: fills up outputs as wide as the widest sample of their piece (generated texts), at the
             end: a number, or numbers by the names of outputs. Without it they are refused.
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for
@@ -269,22 +269,16 @@ class ElasticMBS(RuntimeFigures):
 
     @closed
     def evaluate(
-        self,
-        fn: Callable[[Any], Any],
-        batch: Any,
-        *,
-        outputs: OutputPlace = "auto",
-        pad: Pad = None,
+        self, fn: Callable[..., Any], batch: Any, *, outputs: OutputPlace = "auto", pad: Fill = None
     ) -> Any:
         """Return `fn(batch)`, run in pieces without gradients and joined along the samples.
 
         Sizes are evaluation's own: without a graph it fits more than training.
 
         Args:
-            fn: gets a piece of the batch. It may run more than once for the same samples.
+            fn: gets a piece of the batch, more than once for the same samples if need be.
             batch: any container of tensors and per-sample lists.
-            outputs: where outputs are kept and joined, as the option says it. They may fill the
-                device.
+            outputs: where outputs are kept and joined, in the words of the option.
             pad: as the option, which None stands for.
 
         Returns:
@@ -294,7 +288,7 @@ class ElasticMBS(RuntimeFigures):
             its piece's is treated as one value per piece from then on.
 
         Raises:
-            UsageError: the batch cannot be cut, an argument is not known, or an output needs `pad`.
+            UsageError: the batch cannot be cut, an argument is none, or an output needs `pad`.
             RecoveryError: memory ran out and the batch could not be finished.
         """
         check_function(fn, "evaluate(fn, batch)")

@@ -26,7 +26,8 @@ class Apart(Enum):
 
 
 # the value that fills up ragged outputs, or one by name; None refuses them
-Pad = float | Mapping[str, float] | Apart | None
+Fill = float | Mapping[str, float] | None
+Pad = Fill | Apart
 
 
 def check_pad(pad: object) -> None:

@@ -5,6 +5,7 @@ Each reference is a plain backward of the whole batch in float64.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -312,7 +313,7 @@ def test_verify_names_a_loss_of_samples_that_count_nothing() -> None:
     model, batch = mlp(), pictures(POSITIVES)
     losses: list[Loss] = [per_object, lambda net, b: masked(net, b) + weight_decay(net)]
     for loss in losses:
-        report = elastic(model, count=objects).verify(lambda piece, f=loss: f(model, piece), batch)
+        report = elastic(model, count=objects).verify(partial(loss, model), batch)
         assert not report.ok
         assert len(report.findings) == 1
         assert "has no terms there" in report.findings[0]
