@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import CountError, LossError
+from elastic_mbs import CountError, LossError, MemoryBudget
 from tests.helpers.steps import elastic, grads, mlp, off_by, settled, there, through, whole_gradient
 from tests.helpers.strikes import every_operation
 
@@ -343,3 +343,27 @@ def test_verify_does_not_take_rounding_for_a_part_that_comes_once() -> None:
     )
     assert not report.ok
     assert "does not come from samples" not in str(report)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2, 3])
+def test_a_piece_without_a_term_keeps_no_graph_in_the_frame_of_a_loop(empty: int) -> None:
+    """No backward frees its activations, and `loss` lives until the next piece has its own."""
+    model = nn.Sequential(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 4)).double()
+    positives = [2] * 32
+    positives[8 * empty : 8 * empty + 8] = [0] * 8
+    batch = pictures(positives)
+    held = []
+    with MemoryBudget("1GiB", track=(model, batch)) as budget:
+        mbs = elastic(model, micro_batch_size=8, count=objects)
+        for micro in mbs.micro_batches(batch):
+            with micro:
+                loss = over_nothing(model, micro.data)
+                micro.backward(loss)
+            held.append(budget.live)
+    activations = 8 * 256 * 8
+    assert max(held) - min(held) < activations + 2 * sum(p.nbytes for p in model.parameters())
+    later = held[max(1, empty) :]
+    assert max(later) - min(later) < activations / 2
