@@ -63,7 +63,8 @@ class ElasticMBS(RuntimeFigures):
             and `scaler.step` stay with the caller.
         outputs: where the outputs that `loss_fn` returns with the loss go: "cpu", "device", or None
             to drop them. "auto" (the default) leaves those on the device that take at most 16 MiB
-            for the whole batch, if the batch lies there. They are detached.
+            for the whole batch, if the batch lies there. They are detached, in objects of other
+            types too; those that cannot be deep-copied keep their graph.
         pad: fills up outputs as wide as the widest sample of their piece (generated texts), at the
             end: a number, or numbers by the names of outputs. Without it they are refused.
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for
@@ -269,17 +270,25 @@ class ElasticMBS(RuntimeFigures):
 
     @closed
     def evaluate(
-        self, fn: Callable[..., Any], batch: Any, *, outputs: OutputPlace = "auto", pad: Fill = None
+        self,
+        fn: Callable[[Any], Any],
+        batch: Any,
+        *,
+        outputs: OutputPlace = "auto",
+        pad: Fill = None,
     ) -> Any:
         """Return `fn(batch)`, run in pieces without gradients and joined along the samples.
 
         Sizes are evaluation's own: without a graph it fits more than training.
 
         Args:
-            fn: gets a piece of the batch, more than once for the same samples if need be.
+            fn: gets a piece of the batch. It may run more than once for the same samples.
             batch: any container of tensors and per-sample lists.
-            outputs: where outputs are kept and joined, in the words of the option.
-            pad: as the option, which None stands for.
+            outputs: where outputs are kept while the rest of the batch runs, and joined: "cpu"
+                moves them to the host piece by piece; "device" leaves them where they are made,
+                which they may fill; "auto" as for the outputs of training.
+            pad: fills up outputs whose width differs from piece to piece, as the option `pad` does,
+                which None stands for.
 
         Returns:
             The same containers that `fn` returns. Tensors as long as the piece and lists with one
@@ -288,7 +297,8 @@ class ElasticMBS(RuntimeFigures):
             its piece's is treated as one value per piece from then on.
 
         Raises:
-            UsageError: the batch cannot be cut, an argument is none, or an output needs `pad`.
+            UsageError: `outputs` or `pad` is not known, or an output needs a `pad`.
+            BatchError: the batch cannot be cut.
             RecoveryError: memory ran out and the batch could not be finished.
         """
         check_function(fn, "evaluate(fn, batch)")
