@@ -236,11 +236,14 @@ class Near:
 
     tensors: Sequence[Tensor]
     samples: int
+    _on_device: bool | None = None  # until the first output is stored
 
     @property
     def on_device(self) -> bool:
         """True if the batch lies on an accelerator."""
-        return any(tensor.device.type != "cpu" for tensor in self.tensors)
+        if self._on_device is None:
+            self._on_device = any(tensor.device.type != "cpu" for tensor in self.tensors)
+        return self._on_device
 
 
 Place = Literal["cpu", "device"] | Near | None
