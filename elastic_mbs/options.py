@@ -69,12 +69,17 @@ class GradientOptions(_Group):
             depend on the split. "sample" gives each sample numbers of its own, the same for every
             split. They are drawn row by row, so it is slow where samples are small; torch's numbers
             only, with the samples as the first dimension.
+        verify: after the first call of each loss function that was split, its loss of a few samples
+            is compared with the one put together from pieces, as `ElasticMBS.verify` does: "warn"
+            (the default) tells what is wrong in a warning, "error" raises it, "off" leaves it out.
+            Of `ElasticMBS.backward` and `elastic_step` only.
     """
 
     accumulate_dtype: torch.dtype | None = None
     backward: Callable[[torch.Tensor], object] | None = None
     noise_scale: int | None = None
     draws: Literal["piece", "sample"] = "piece"
+    verify: Literal["warn", "error", "off"] = "warn"
 
     def __post_init__(self) -> None:
         _check_choice(self, "draws", "piece", "sample")
@@ -90,6 +95,7 @@ class GradientOptions(_Group):
                 f"noise_scale={self.noise_scale!r} is no number of calls of at least 1: use 50, "
                 "or None to leave it out"
             )
+        _check_choice(self, "verify", "warn", "error", "off")
         _check_callables(self, "backward")
 
 

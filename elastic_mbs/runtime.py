@@ -336,12 +336,13 @@ class ElasticMBS(RuntimeFigures):
         """Compare the loss of a few samples with the one put together from pieces.
 
         The report names what is wrong if they differ. Runs with the model in eval mode and on
-        copies of the samples; buffers, random streams and modes are put back.
+        copies of the samples; buffers, random streams and modes are put back. The first call of a
+        function that is split does the same by itself (`GradientOptions.verify`).
 
         Args:
             loss_fn: as for `backward`.
-            batch: a batch; its first `samples` are used.
-            samples: how many samples to compare on.
+            batch: a batch; neighbours in it are used that differ in their labels and counts.
+            samples: how many samples to compare on; more where two pieces need more.
 
         Raises:
             UsageError: there are fewer than two samples, or batch, counts or loss make no sense.

@@ -80,11 +80,15 @@ class BatchReader:
         view = self.view(batch, name, training=training, args=given[0], kwargs=given[1])
         return view, Counts.read(self._count if training else None, view, self._reduction)
 
-    def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
-        """Return the first samples of a batch, with their counts."""
+    def plain(self, batch: Any) -> tuple[BatchView, Counts]:
+        """Return the batch as samples in its own order, with its counts, without a look at it."""
         view = BatchView(batch, self._dims)
+        return view, Counts.read(self._count, view, self._reduction)
+
+    def some(self, view: BatchView, start: int, samples: int) -> tuple[BatchView, Counts]:
+        """Return some samples of a batch as one of their own, with their counts."""
         few = BatchView(
-            view.piece(0, max(1, min(samples, view.length))),
+            view.piece(start, min(start + max(1, samples), view.length)),
             self._dims,
             view.known_lists,
             self._by_length,

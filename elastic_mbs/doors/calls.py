@@ -24,13 +24,14 @@ from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.engine.two_pass.passes import TwoPasses, Unweighted
-from elastic_mbs.errors import IncompleteBatchError
+from elastic_mbs.errors import IncompleteBatchError, UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.in_place import guards_of
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import OutputPlace
+from elastic_mbs.rehearsal.first_split import FirstSplit
 
 # bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a
 # decoder's cache
@@ -64,6 +65,7 @@ class Calls:
         self._resources = resources
         self._knowledge = knowledge
         self._batches = batches
+        self._first_split = FirstSplit(resources, batches)
         self._steps = StepWatch()
         self._guarded_step = GuardedStep(resources)
         self._guards = guards_of(optimizers, self.optimizer_step)
@@ -123,7 +125,7 @@ class Calls:
     def total(self) -> Any:
         """The counts of the batch that is running; None between calls."""
         call = self.current
-        return None if call is None or call.finished else call.totals
+        return self._first_split.total if call is None or call.finished else call.totals
 
     # ------------------------------------------------------------------ the doors
 
@@ -140,7 +142,23 @@ class Calls:
         call = self._begin(Batch(view, counts, name, identity))
         with call:
             call.run(loss_fn, args, kwargs)
-        return self._finish(call)
+        result = self._finish(call)
+        if not call.parts.profile.compared and len(result.partition) > 1:
+            self._check_split(call.parts, partial(_on_piece, loss_fn, args, kwargs))
+        return result
+
+    def _check_split(self, parts: CallParts, loss_fn: Callable[[Any], Any]) -> None:
+        """Compare whole and pieces; empty the gradients of a call whose loss is refused."""
+        try:
+            self._first_split(parts, loss_fn)
+        except UsageError as error:
+            parts.gradients.unwind()
+            if parts.gradients.full:
+                error.add_note(
+                    "elastic_mbs: gradients that were not empty when this batch began hold a part "
+                    "of it: call zero_grad() before you go on."
+                )
+            raise
 
     def backward_embeddings(
         self, embed_fn: Callable[[Any], Any], loss_fn: Callable[[Any], Any], batch: Any
@@ -255,3 +273,10 @@ class Calls:
                 f"(outputs={self._resources.settings.outputs!r}): return what you read of it only "
                 "(a decoder of transformers needs use_cache=False for that), or say outputs=None",
             )
+
+
+def _on_piece(
+    loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], piece: Any
+) -> Any:
+    """Return the loss of a piece, as a call has it."""
+    return loss_fn(piece, *args, **kwargs)

@@ -20,6 +20,7 @@ from elastic_mbs.errors import NestedCallError
 from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.planning.plan import Budget, plan
 from elastic_mbs.planning.report import PlanReport
+from elastic_mbs.rehearsal.samples import Signs
 from elastic_mbs.rehearsal.verify import VerifyReport, verify
 
 
@@ -38,7 +39,13 @@ class Rehearsal:
 
     def verify(self, loss_fn: Callable[[Any], Any], batch: Any, samples: int) -> VerifyReport:
         """Compare whole and split loss. See `ElasticMBS.verify`."""
-        with self._read("verify", lambda: self._batches.first(batch, samples)) as (few, counts):
+
+        def read() -> tuple[BatchView, Counts]:
+            view, counts = self._batches.plain(batch)
+            signs = Signs(view, counts, self._resources.settings.limits)
+            return self._batches.some(view, *signs.telling(samples))
+
+        with self._read("verify", read) as (few, counts):
             return verify(self._resources, few, counts, loss_fn)
 
     def plan(

@@ -45,6 +45,7 @@ class LossProfile:
     # Samples in the largest piece that failed and could not be cut. No piece is prefetched beside
     # one of that size.
     too_full: int = 0
+    compared: bool = False  # whole and pieces were compared, see `GradientOptions.verify`
     # Paths of outputs that come once per piece and not once per sample.
     per_piece: set[Path] = field(default_factory=set)
 
@@ -95,6 +96,10 @@ class LossProfile:
         """Record the length of a piece that failed and could not be cut."""
         self.too_full = max(self.too_full, samples)
 
+    def learn_compared(self) -> None:
+        """Record that whole and pieces are not to be compared any more."""
+        self.compared = True
+
     def escalate(self) -> None:
         """Put the next of `RecoveryOptions.escalate` in use."""
         self.escalated += 1
@@ -136,7 +141,9 @@ def names_of(fn: Callable[..., Any]) -> tuple[str, object]:
     The name is its qualified name, and limits and sizes are kept by it. The key is its code, which
     closures share.
     """
-    called: Any = getattr(fn, "func", fn)  # of a functools.partial
+    called: Any = fn
+    if not hasattr(called, "__wrapped__"):
+        called = getattr(fn, "func", fn)  # of a functools.partial
     if hasattr(called, "__wrapped__"):
         # All functions of one decorator share the decorator's code (torch.autocast).
         called = inspect.unwrap(called)
