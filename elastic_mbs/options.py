@@ -18,6 +18,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from elastic_mbs.batch.cut import Dims
+from elastic_mbs.batch.join import Fill, Pad, check_pad
 from elastic_mbs.batch.lengths import Length, Trim
 from elastic_mbs.batch.reader import Count
 from elastic_mbs.controller.policy import Limits, Policy
@@ -33,7 +34,9 @@ Reduction = Literal["mean", "sum"]
 
 Pieces = Literal["in_order", "by_length"]
 
-OutputPlace = Literal["cpu", "device"] | None
+OutputPlace = Literal["auto", "cpu", "device"] | None
+
+_RUNGS = ("logits", "offload", "checkpoint")
 
 
 class _Group:
@@ -66,12 +69,17 @@ class GradientOptions(_Group):
             depend on the split. "sample" gives each sample numbers of its own, the same for every
             split. They are drawn row by row, so it is slow where samples are small; torch's numbers
             only, with the samples as the first dimension.
+        verify: after the first call of each loss function that was split, its loss of a few samples
+            is compared with the one put together from pieces, as `ElasticMBS.verify` does: "warn"
+            (the default) tells what is wrong in a warning, "error" raises it, "off" leaves it out.
+            Of `ElasticMBS.backward` and `elastic_step` only.
     """
 
     accumulate_dtype: torch.dtype | None = None
     backward: Callable[[torch.Tensor], object] | None = None
     noise_scale: int | None = None
     draws: Literal["piece", "sample"] = "piece"
+    verify: Literal["warn", "error", "off"] = "warn"
 
     def __post_init__(self) -> None:
         _check_choice(self, "draws", "piece", "sample")
@@ -87,6 +95,7 @@ class GradientOptions(_Group):
                 f"noise_scale={self.noise_scale!r} is no number of calls of at least 1: use 50, "
                 "or None to leave it out"
             )
+        _check_choice(self, "verify", "warn", "error", "off")
         _check_callables(self, "backward")
 
 
@@ -104,10 +113,12 @@ class RecoveryOptions(_Group):
             to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
         escalate: measures that are taken, one after the other, when the smallest micro-batch does
-            not fit. "offload" keeps the tensors that forward saves for backward on the host
-            (training on a CPU gains nothing). "checkpoint" runs blocks of the model again in
-            backward: by its own `gradient_checkpointing_enable`, or the children of its longest
-            `nn.ModuleList` or `nn.Sequential`.
+            not fit. "logits" runs a linear head and the cross-entropy after it in chunks of rows,
+            each of which runs again in backward: for large vocabularies. "offload" keeps the
+            tensors that forward saves for backward on the host (training on a CPU gains nothing).
+            "checkpoint" runs blocks of the model again in backward: by its own
+            `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or
+            `nn.Sequential`.
         on_fatal: called with the error, state already restored, before a call ends by a
             `RecoveryError`: the chance to save.
     """
@@ -115,17 +126,15 @@ class RecoveryOptions(_Group):
     replay: Literal["auto", "isolate"] = "auto"
     generators: Sequence[Any] = ()
     is_oom: Callable[[BaseException], bool] | None = None
-    escalate: tuple[Literal["offload", "checkpoint"], ...] = ()
+    escalate: tuple[Literal["logits", "offload", "checkpoint"], ...] = ()
     on_fatal: Callable[[ElasticMBSError], object] | None = None
 
     def __post_init__(self) -> None:
         _check_choice(self, "replay", "auto", "isolate")
-        if self.escalate not in [
-            way for n in range(3) for way in permutations(("offload", "checkpoint"), n)
-        ]:
+        if self.escalate not in [way for n in range(4) for way in permutations(_RUNGS, n)]:
             raise UsageError(
-                f'escalate={self.escalate!r} is no tuple of "offload" and "checkpoint", each once '
-                'at most: use ("offload", "checkpoint")'
+                f'escalate={self.escalate!r} is no tuple of "logits", "offload" and "checkpoint", '
+                'each once at most: use ("logits", "offload", "checkpoint")'
             )
         if (problem := check_generators(self.generators)) is not None:
             raise UsageError(problem)
@@ -211,6 +220,7 @@ class Options(TypedDict, total=False):
     trim: Trim | None
     scaler: torch.amp.GradScaler | None
     outputs: OutputPlace
+    pad: Fill
     log: str | os.PathLike[str] | None
     on_event: Sink | Iterable[Sink]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -287,7 +297,8 @@ class Settings:
     micro_batch_size: int | Literal["auto"] = "auto"
     reduction: Reduction = "mean"
     scaler: torch.amp.GradScaler | None = None
-    outputs: OutputPlace = "cpu"
+    outputs: OutputPlace = "auto"
+    pad: Pad = None
     policy: Policy = field(default_factory=Policy)
     gradients: GradientOptions = field(default_factory=GradientOptions)
     recovery: RecoveryOptions = field(default_factory=RecoveryOptions)
@@ -317,7 +328,7 @@ class Settings:
                 f"max_micro_batch_size={high}]"
             )
         _check_choice(self, "reduction", "mean", "sum")
-        _check_choice(self, "outputs", "cpu", "device", None)
+        _check_outputs(self)
         _check_choice(self, "pieces", "in_order", "by_length")
         if self.pieces == "by_length" and self.gradients.noise_scale is not None:
             raise UsageError(
@@ -441,6 +452,11 @@ def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> d
 def _check_choice(options: object, name: str, *choices: str | bool | None) -> None:
     if (value := getattr(options, name)) not in choices:
         raise UsageError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
+
+
+def _check_outputs(settings: Settings) -> None:
+    _check_choice(settings, "outputs", "auto", "cpu", "device", None)
+    check_pad(settings.pad)
 
 
 def _check_callables(options: object, *names: str) -> None:

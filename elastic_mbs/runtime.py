@@ -10,10 +10,11 @@ from typing import Any, NoReturn, Self, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
+from elastic_mbs.batch.join import Fill
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.distributed.peers import peers_of
-from elastic_mbs.doors.arguments import check_place, closed
+from elastic_mbs.doors.arguments import check_evaluation, closed
 from elastic_mbs.doors.calls import Calls
 from elastic_mbs.doors.disabled import DisabledCalls
 from elastic_mbs.doors.figures import RuntimeFigures
@@ -62,9 +63,12 @@ class ElasticMBS(RuntimeFigures):
             "by_length" cannot know.
         scaler: a `torch.amp.GradScaler`; the loss is scaled before backward. `unscale_`, clipping
             and `scaler.step` stay with the caller.
-        outputs: where the outputs that `loss_fn` returns with the loss go: "cpu" (the default),
-            "device", or None to drop them. They are detached, in objects of other types too; those
-            that cannot be deep-copied keep their graph.
+        outputs: where the outputs that `loss_fn` returns with the loss go: "cpu", "device", or None
+            to drop them. "auto" (the default) leaves those on the device that take at most 16 MiB
+            for the whole batch, if the batch lies there. They are detached, in objects of other
+            types too; those that cannot be deep-copied keep their graph.
+        pad: fills up outputs as wide as the widest sample of their piece (generated texts), at the
+            end: a number, or numbers by the names of outputs. Without it they are refused.
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for
             `elastic-mbs report` and `elastic-mbs watch`.
         on_event: a function, or several, that get each `Event`, a `CallDone` for each finished call
@@ -112,7 +116,7 @@ class ElasticMBS(RuntimeFigures):
                 options.get("trim"),
                 self._resources.warn,
             ),
-            counted=settings.reduction == "sum",
+            reduction=settings.reduction,
             warn_once=self._resources.warn,
             alone=peers.alone,
         )
@@ -272,7 +276,12 @@ class ElasticMBS(RuntimeFigures):
 
     @closed
     def evaluate(
-        self, fn: Callable[[Any], Any], batch: Any, *, outputs: OutputPlace = "cpu"
+        self,
+        fn: Callable[[Any], Any],
+        batch: Any,
+        *,
+        outputs: OutputPlace = "auto",
+        pad: Fill = None,
     ) -> Any:
         """Return `fn(batch)`, run in pieces without gradients and joined along the samples.
 
@@ -283,23 +292,24 @@ class ElasticMBS(RuntimeFigures):
             batch: any container of tensors and per-sample lists.
             outputs: where outputs are kept while the rest of the batch runs, and joined: "cpu"
                 moves them to the host piece by piece; "device" leaves them where they are made,
-                which they may fill.
+                which they may fill; "auto" as for the outputs of training.
+            pad: fills up outputs whose width differs from piece to piece, as the option `pad` does,
+                which None stands for.
 
         Returns:
-            The same containers that `fn` returns. Tensors whose first dimension is the piece's
-            length, and lists with one item per sample, are put together; a value that comes once
-            per piece (a mean loss) is in a `PerPiece` list, with `.mean()` and `.sum()`. An output
-            whose length ever differs from its piece's is treated as one value per piece from then
-            on.
+            The same containers that `fn` returns. Tensors as long as the piece and lists with one
+            item per sample are put together; a value that comes once per piece (a mean loss) is in
+            a `PerPiece` list, with `.mean()` and `.sum()`. An output whose length ever differs from
+            its piece's is treated as one value per piece from then on.
 
         Raises:
-            UsageError: `outputs` is neither of the two.
+            UsageError: `outputs` or `pad` is not known, or an output needs a `pad`.
             BatchError: the batch cannot be cut.
             RecoveryError: memory ran out and the batch could not be finished.
         """
         check_function(fn, "evaluate(fn, batch)")
-        check_place(outputs)
-        return self._calls.evaluate(fn, batch, outputs)
+        check_evaluation(outputs, pad)
+        return self._calls.evaluate(fn, batch, outputs, pad)
 
     def optimizer_step(self, optimizer: Optimizer, closure: object = None) -> None:
         """Step the optimizer, exactly or not at all.
@@ -332,12 +342,13 @@ class ElasticMBS(RuntimeFigures):
         """Compare the loss of a few samples with the one put together from pieces.
 
         The report names what is wrong if they differ. Runs with the model in eval mode and on
-        copies of the samples; buffers, random streams and modes are put back.
+        copies of the samples; buffers, random streams and modes are put back. The first call of a
+        function that is split does the same by itself (`GradientOptions.verify`).
 
         Args:
             loss_fn: as for `backward`.
-            batch: a batch; its first `samples` are used.
-            samples: how many samples to compare on.
+            batch: a batch; neighbours in it are used that differ in their labels and counts.
+            samples: how many samples to compare on; more where two pieces need more.
 
         Raises:
             UsageError: there are fewer than two samples, or batch, counts or loss make no sense.

@@ -102,8 +102,6 @@ class Step:
     ooms: int = 0  # errors survived in it, those of the optimizer included
     time_lost: float = 0.0  # seconds in attempts that failed
     lowest: int | None = None  # lowest capacity less others, where that moved in its middle
-    # Ranges that were left out because nothing in them counts.
-    skipped: list[list[int]] = field(default_factory=list)
 
     @property
     def pieces(self) -> int:

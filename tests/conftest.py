@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from elastic_mbs.rehearsal.first_split import FirstSplit
 from stress.limits import simcuda
 
 # pytester tests the other one, which injects out-of-memory errors (`make test-injected`)
@@ -32,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="under the simulated CUDA (stress/limits/simcuda): with `-m gpu`, the tests of a GPU "
         "without one",
+    )
+    parser.addoption(
+        "--verify",
+        action="store_true",
+        help="compare whole and pieces after the first split in every test (GradientOptions.verify)"
+        ", not only in those marked `verifies`",
     )
 
 
@@ -86,6 +93,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             # else
             warnings.simplefilter("ignore")
             (square @ square).sum().backward()
+
+
+@pytest.fixture(autouse=True)
+def compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the comparison after a first split out: its runs are no part of what a test counts."""
+    if request.node.get_closest_marker("verifies") or request.config.getoption("verify"):
+        return
+    monkeypatch.setattr(FirstSplit, "__call__", lambda self, parts, loss_fn: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,7 +1,11 @@
 """Counts of loss terms per sample.
 
 A piece with c of the batch's C terms has the weight c / C. This is exact for every split, also for
-a split that changes during the call.
+a split that changes during the call. Under `reduction="sum"` each piece has the weight 1.
+
+A mean over nothing is 0/0, so under a mean a loss of weight 0 is left out of the sum: NaN · 0 is
+NaN. It has to be 0 or NaN then, because any other value would be lost
+(`engine.attempt.check_nothing_lost`).
 
 Micro-Batch Streaming (arXiv 2110.12484) divides by the number of pieces instead. With pieces of 16
 samples and a last one of 1, that last sample then has 8.5 times its share.
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -48,6 +52,8 @@ class Counts:
         totals = {str(name): column.total for name, column in columns.items()}
         # names of the losses; None for a single one
         self.names = None if single is not None else tuple(totals)
+        # losses without a term in the whole batch
+        self.void = frozenset(name for name, column in columns.items() if not column.total)
         # loss terms of the batch
         self.total: int | float | dict[str, int | float] = (
             totals if single is None else single.total
@@ -60,10 +66,21 @@ class Counts:
         return cls({None: _Column(range(n + 1), n, n)}, n)
 
     @classmethod
+    def one(cls, names: Iterable[str | None]) -> Counts:
+        """Return counts of 1 for the only sample of a batch, in each of its losses."""
+        return cls(dict.fromkeys(names, _Column(range(2), 1, 1)), 1)
+
+    @classmethod
+    def none(cls, names: Iterable[str | None]) -> Counts:
+        """Return the counts of no sample, in each of these losses."""
+        return cls({name: _Column([0], 0, 0) for name in names}, 0)
+
+    @classmethod
     def read(
         cls,
         count: CountFn | Mapping[str, CountFn | None] | None,
         view: BatchView,
+        reduction: str = "mean",
         *,
         alone: bool = True,
     ) -> Counts:
@@ -71,29 +88,39 @@ class Counts:
 
         Each vector is copied to the host once. Unless `alone`, the batch is a part of a larger one,
         and may have no loss term.
+
+        Raises:
+            CountError: they are no counts of the batch's samples, or, under a mean, all zero.
         """
         samples = cls.samples(view.length)
         if count is None:
             return samples
+        counts = cls._of(count, view, samples)
+        if alone and reduction == "mean" and len(counts.void) == len(counts._columns):
+            what = "count is" if counts.names is None else "each function of count is"
+            raise CountError(
+                f"{what} zero for all {view.length} samples, so the loss is a mean over nothing "
+                "(is every label ignored?)\n"
+                "  skip such a batch before the call"
+            )
+        return counts
+
+    @classmethod
+    def _of(
+        cls, count: CountFn | Mapping[str, CountFn | None], view: BatchView, samples: Counts
+    ) -> Counts:
         if not isinstance(count, Mapping):
-            return cls({None: _column(count, view, "count", alone=alone)}, view.length)
+            return cls({None: _column(count, view, "count")}, view.length)
         if not count or not all(isinstance(name, str) for name in count):
             raise CountError(
                 f"count is the dict {dict(count)!r}: its keys are the names of the losses that "
                 "loss_fn returns, one at least"
             )
         each: dict[str | None, _Column] = {
-            name: samples._columns[None]
-            if fn is None
-            else _column(fn, view, f"count[{name!r}]", alone=alone)
+            name: samples._columns[None] if fn is None else _column(fn, view, f"count[{name!r}]")
             for name, fn in count.items()
         }
         return cls(each, view.length)
-
-    @classmethod
-    def none(cls, names: Sequence[str] | None) -> Counts:
-        """Return the counts of no sample, for losses with these names or for a single one."""
-        return cls({name: _Column([0], 0, 0) for name in names or (None,)}, 0)
 
     def totals(self) -> list[float]:
         """Return the loss terms of the batch, for each loss."""
@@ -111,27 +138,21 @@ class Counts:
         }
         return Counts(columns, self.n)
 
-    def weights(
-        self, start: int, stop: int, reduction: str = "mean"
-    ) -> dict[str | None, float] | None:
+    def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float]:
         """Return the weight of each loss of samples `start` to `stop`, by name.
 
-        It is c / C; under "sum" 1, or 0 where c is 0. None where the samples have no loss term.
+        It is c / C; under "sum" 1, because a sum over no term is 0 and not 0/0.
         """
+        if reduction == "sum":
+            return dict.fromkeys(self._columns, 1.0)
         shares = {}
         # not a comprehension, which is a call of its own: this runs for every piece
         for name, column in self._columns.items():
             shares[name] = (column.prefix[stop] - column.prefix[start]) / (column.units or 1)
-        if not any(shares.values()):
-            return None
-        return (
-            shares
-            if reduction == "mean"
-            else {name: float(share > 0) for name, share in shares.items()}
-        )
+        return shares
 
 
-def _column(count: Any, view: BatchView, where: str, *, alone: bool) -> _Column:
+def _column(count: Any, view: BatchView, where: str) -> _Column:
     """Return the counts of one loss, in the order in which the samples run."""
     if not callable(count):
         raise CountError(
@@ -148,7 +169,7 @@ def _column(count: Any, view: BatchView, where: str, *, alone: bool) -> _Column:
         )
     if not set(map(type, values)) <= {int, float}:
         values = [_number(value, i, where) for i, value in enumerate(values)]
-    total = _total(values, where, alone=alone)
+    total = _total(values, where)
     if view.sorted is not None:
         values = [values[i] for i in view.sorted.order]
     if float in set(map(type, values)):
@@ -158,11 +179,8 @@ def _column(count: Any, view: BatchView, where: str, *, alone: bool) -> _Column:
     return _Column([0, *accumulate(values)], sum(values), total)
 
 
-def _total(values: list[Any], where: str, *, alone: bool) -> int | float:
-    """Return the sum of the counts, none of which is negative or infinite.
-
-    They are not all 0, unless other ranks have some.
-    """
+def _total(values: list[Any], where: str) -> int | float:
+    """Return the sum of the counts, none of which is negative or infinite."""
     floating = float in set(map(type, values))
     try:
         if min(values) < 0 or (floating and not all(map(math.isfinite, values))):
@@ -171,19 +189,12 @@ def _total(values: list[Any], where: str, *, alone: bool) -> int | float:
                 f"{where} of sample {i} is {values[i]}: counts are "
                 f"{'not negative' if values[i] < 0 else 'finite'}"
             )
-        total: int | float = math.fsum(values) if floating else sum(values)
+        return math.fsum(values) if floating else sum(values)
     except OverflowError:
         raise CountError(
             f"{where} adds up to more than a float can hold ({sys.float_info.max:.3g}): scale the "
             "counts down"
         ) from None
-    if not total and alone:
-        raise CountError(
-            f"{where} is zero for all {len(values)} samples, so the loss is a mean over nothing "
-            "(is every label ignored?)\n"
-            "  skip such a batch before the call"
-        )
-    return total
 
 
 def _on_host(result: Any, where: str) -> list[Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import reduce
 from itertools import chain
 from operator import add
@@ -15,8 +15,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from elastic_mbs.batch.containers import Kind, Path, Role, kind_of, roles_in
-from elastic_mbs.errors import BatchError
+from elastic_mbs.batch.containers import Kind, Path, Role, dotted, kind_of, roles_in, suffixes
+from elastic_mbs.errors import BatchError, UsageError
+
+
+class Apart(Enum):
+    """The word for ragged outputs that are left as one value per piece."""
+
+    APART = auto()
+
+
+# the value that fills up ragged outputs, or one by name; None refuses them
+Fill = float | Mapping[str, float] | None
+Pad = Fill | Apart
+
+
+def check_pad(pad: object) -> None:
+    """Refuse a `pad` that is neither a number nor numbers by name."""
+    each = list(pad.values()) if isinstance(pad, Mapping) else [pad]
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in each)
+    named = isinstance(pad, Mapping) and not all(isinstance(name, str) for name in pad)
+    if not (pad is None or isinstance(pad, Apart) or numbers) or named:
+        raise UsageError(
+            f"pad={pad!r} is neither a number nor a dict of numbers by the names of outputs: say "
+            "pad=0, or pad={'sequences': 0}"
+        )
 
 
 @dataclass(frozen=True)
@@ -35,8 +58,8 @@ class Order:
             sorted(range(len(run)), key=run.__getitem__), [lengths[start] for start, _ in pieces]
         )
 
-    def padded(self, values: list[Any]) -> list[Any]:
-        """Fill up trimmed tensors with zeros to the widest piece.
+    def padded(self, values: list[Any], fill: float) -> list[Any]:
+        """Fill up trimmed tensors to the widest piece.
 
         A dimension counts as trimmed where each tensor is as wide in it as its piece.
         """
@@ -44,7 +67,7 @@ class Order:
             if len(set(sizes)) > 1 and list(sizes) == self.widths:
                 behind = (0, 0) * (values[0].ndim - 1 - dim)
                 values = [
-                    functional.pad(value, (*behind, 0, max(sizes) - value.shape[dim]))
+                    functional.pad(value, (*behind, 0, max(sizes) - value.shape[dim]), value=fill)
                     for value in values
                 ]
         return values
@@ -55,19 +78,26 @@ def join(
     lengths: Sequence[int],
     per_piece: set[Path] | None = None,
     order: Order | None = None,
+    pad: Pad = None,
 ) -> Any:
     """Return the batch's output, in the same containers however the batch was split.
 
     Tensors and arrays with one row per sample are concatenated, lists of per-sample items chained,
-    equal texts, flags and None kept once. All else becomes a `PerPiece`.
+    equal texts, flags and None kept once. All else becomes a `PerPiece`. Rows that are as wide as
+    the widest of their piece (generated texts) are filled up with `pad` at their ends.
 
     Args:
         outputs: of the pieces, in order.
         lengths: samples of each piece.
         per_piece: places of tensors known to come once per piece; new ones are added.
         order: of a sorted batch.
+        pad: fills up ragged rows.
+
+    Raises:
+        UsageError: the pieces differ in width, and there is no value to fill them up with.
     """
-    return _Join(lengths, set() if per_piece is None else per_piece, order).of(list(outputs), ())
+    known = set[Path]() if per_piece is None else per_piece
+    return _Join(lengths, known, order, pad).of(list(outputs), ())
 
 
 class PerPiece(list[Any]):
@@ -107,6 +137,7 @@ class _Join:
     lengths: Sequence[int]
     per_piece: set[Path]
     order: Order | None
+    pad: Pad
 
     def of(self, values: list[Any], path: Path) -> Any:
         first = values[0]
@@ -149,8 +180,10 @@ class _Join:
             and isinstance(values[0], Tensor)
             and len({value.ndim for value in values}) == 1
         ):
-            values = self.order.padded(values)
-        # tensors that were padded per piece differ in shape
+            found = self._pad_of(path)
+            values = self.order.padded(values, 0 if found is None else found)
+        if by_sample and self.per_piece.isdisjoint(places):
+            values = self._even(values, path)
         forms = {(value.shape[1:], value.dtype, getattr(value, "device", None)) for value in values}
         if not by_sample or len(forms) > 1 or not self.per_piece.isdisjoint(places):
             return PerPiece(values, self.lengths)
@@ -160,14 +193,44 @@ class _Join:
         joined = values[0] if len(values) == 1 else concatenate(values)
         return joined if self.order is None else joined[self.order.ranks]
 
+    def _pad_of(self, path: Path) -> float | None:
+        """Return the value that fills up the output at `path`."""
+        if isinstance(self.pad, Mapping):
+            return next((self.pad[name] for name in suffixes(path) if name in self.pad), None)
+        return None if isinstance(self.pad, Apart) else self.pad
+
+    def _even(self, values: list[Any], path: Path) -> list[Any]:
+        """Fill up rows whose width differs from piece to piece, at their ends.
+
+        In one piece the whole batch would have given one tensor, so they must not come apart.
+        """
+        shapes = {tuple(value.shape[1:]) for value in values}
+        if len(shapes) == 1 or len(set(map(len, shapes))) > 1 or self.pad is Apart.APART:
+            return values
+        fill = self._pad_of(path)
+        name = dotted(path)
+        if fill is None:
+            by_name = f" (for this output alone pad={{{name!r}: 0}})" if name else ""
+            raise UsageError(
+                f"the output{' ' if name else ''}{name} has rows of the shapes {sorted(shapes)} in "
+                "the pieces of this batch, and would be one tensor if the batch ran in one piece\n"
+                "  say which value fills them up at the end, such as 0: evaluate(fn, batch, pad=0)"
+                f" or, for training too, ElasticMBS(model, pad=0){by_name}\n"
+                "  or return a list with one tensor per sample, list(output)"
+            )
+        widths = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        return [_filled(value, widths, fill, name) for value in values]
+
     def _list(self, lists: list[Any], kind: Kind, path: Path) -> Any:
         """Join lists that are as long as their pieces: they hold items.
 
         Where tensors directly in them could be fields as well, they are fields, as in a batch.
         """
         if len(set(self.lengths)) == 1 and any(Role.TENSOR in roles_in(each) for each in lists):
+            apart = replace(self, pad=Apart.APART)  # a try: what does not fit together is no field
             fields = [
-                self.of(list(parts), (*path, i)) for i, parts in enumerate(zip(*lists, strict=True))
+                apart.of(list(parts), (*path, i))
+                for i, parts in enumerate(zip(*lists, strict=True))
             ]
             if not any(isinstance(field, PerPiece) for field in fields):
                 return kind.put(lists[0], dict(enumerate(fields)))
@@ -186,3 +249,33 @@ class _Join:
         except BatchError:
             # a type such as torch.Size takes certain values only
             return PerPiece(values, self.lengths)
+
+
+def _filled(value: Any, widths: Sequence[int], fill: float, name: str) -> Any:
+    """Return a tensor or an array whose dimensions after the first are `widths` long."""
+    if not _holds(value, fill):
+        raise UsageError(
+            f"pad={fill!r} is no value of the output{' ' if name else ''}{name}, whose type is "
+            f"{value.dtype}: give one that it can hold, such as pad="
+            f"{f'{{{name!r}: 0}}' if name else 0}"
+        )
+    missing = [width - size for width, size in zip(widths, value.shape[1:], strict=True)]
+    if isinstance(value, Tensor):
+        pairs = [each for size in reversed(missing) for each in (0, size)]
+        return functional.pad(value, pairs, value=fill)
+    behind = [(0, 0), *((0, size) for size in missing)]
+    return sys.modules["numpy"].pad(value, behind, constant_values=fill)
+
+
+def _holds(value: Any, fill: float) -> bool:
+    """Return whether the type of a tensor or an array has the value `fill`, but for rounding."""
+    if isinstance(value, Tensor):
+        kind = "f" if value.is_floating_point() or value.is_complex() else "i"
+        kind = "b" if value.dtype is torch.bool else kind
+        limits: Any = torch.iinfo
+    else:
+        kind, limits = value.dtype.kind, sys.modules["numpy"].iinfo
+    if kind in "iu":
+        low, high = limits(value.dtype).min, limits(value.dtype).max
+        return low <= fill <= high and fill == int(fill)
+    return kind in "fc" or (kind == "b" and fill in (0, 1))

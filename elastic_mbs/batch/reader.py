@@ -28,7 +28,7 @@ class BatchReader:
         count: Count,
         by_length: ByLength | None,
         *,
-        counted: bool,
+        reduction: str,
         warn_once: Callable[[str, str], None],
         alone: bool = True,
     ) -> None:
@@ -38,15 +38,13 @@ class BatchReader:
                 "count_tokens(...), or a dict of those"
             )
         self._dims, self._count, self._by_length = dims, count, by_length
-        self._counted = counted or count is not None  # the loss is right without counts
+        self._reduction = reduction
+        # the loss is right without counts
+        self._counted = reduction == "sum" or count is not None
         self._warn_once = warn_once  # takes the kind of a warning and its text
         self._alone = alone  # False: other ranks have a part of each batch, and its loss terms
         self._known_lists: dict[str, Any] = {}  # by the name of the loss function, see `BatchView`
         self._looked_at: set[str] = set()
-
-    @property
-    def count_names(self) -> tuple[str, ...] | None:
-        return tuple(self._count) if isinstance(self._count, Mapping) else None
 
     def view(
         self,
@@ -82,32 +80,45 @@ class BatchReader:
         May be repeated where memory ran out.
         """
         view = self.view(batch, name, training=training, args=given[0], kwargs=given[1])
-        return view, Counts.read(self._count if training else None, view, alone=self._alone)
+        count = self._count if training else None
+        return view, Counts.read(count, view, self._reduction, alone=self._alone)
 
     def nothing(self) -> Counts:
         """Return the counts of a batch of which other ranks have all samples."""
-        return Counts.none(self.count_names)
+        return Counts.none(self._count if isinstance(self._count, Mapping) else (None,))
 
-    def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
-        """Return the first samples of a batch, with their counts."""
+    def plain(self, batch: Any) -> tuple[BatchView, Counts]:
+        """Return the batch as samples in its own order, with its counts, without a look at it."""
         view = BatchView(batch, self._dims)
+        return view, Counts.read(self._count, view, self._reduction)
+
+    def some(self, view: BatchView, start: int, samples: int) -> tuple[BatchView, Counts]:
+        """Return some samples of a batch as one of their own, with their counts."""
         few = BatchView(
-            view.piece(0, max(1, min(samples, view.length))),
+            view.piece(start, min(start + max(1, samples), view.length)),
             self._dims,
             view.known_lists,
             self._by_length,
         )
         if few.sorted is not None:  # a batch that lies in its order, which a report can read
             few = BatchView(few.piece(0, few.length), self._dims, view.known_lists, self._by_length)
-        return few, Counts.read(self._count, few)
+        return few, Counts.read(self._count, few, self._reduction)
 
-    def totals(self, batch: Any) -> tuple[Any, int]:
-        """Return the total count of a whole batch and its length; 0 where it cannot be cut."""
+    def whole(self, batch: Any, *, counted: bool) -> Counts | None:
+        """Return the counts of a batch that is not to be cut; None where it cannot be.
+
+        Without `counted` they are its samples.
+        """
         try:
             view = BatchView(batch, self._dims)
         except BatchError:
-            return 0, 0
-        return Counts.read(self._count, view).total, view.length
+            return None
+        return Counts.read(self._count if counted else None, view, self._reduction)
+
+    def uncut(self, *, counted: bool) -> Counts:
+        """Return the counts of a batch that cannot be cut: it is one sample."""
+        names = self._count if counted and isinstance(self._count, Mapping) else (None,)
+        return Counts.one(names)
 
 
 def first_look(

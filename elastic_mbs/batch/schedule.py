@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.loss_terms import Weights
 from elastic_mbs.batch.pieces import Costs, partition
-
-# of each loss of a piece, by the name of its count; a single loss has the name None
-Weights = Mapping[str | None, float]
 
 
 @dataclass(slots=True)
@@ -18,7 +15,7 @@ class Range:
 
     start: int
     stop: int
-    weights: Weights | None = None  # of a piece; None where nothing in it counts
+    weights: Weights | None = None  # of a piece; None of a rest that is not cut yet
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -48,30 +45,25 @@ class Schedule:
         """Drop all progress: the batch runs from its start."""
         self._rests = [Range(0, self._counts.n)]
         self._pieces: list[Range] = []  # of the rest that was cut last, the next piece at the end
-        self.skipped: list[tuple[int, int]] = []  # pieces left out because nothing in them counts
 
     def next(self, size: int) -> Range | None:
         """Return the next piece, of at most `size` samples; None at the end."""
         if size != self._size:
             self._join()
             self._size = size
-        while self._pieces or self._rests:
-            if not self._pieces:
-                rest = self._rests.pop()
-                weights, reduction = self._counts.weights, self._reduction
-                for start, stop in reversed(self._cut(rest, size)):
-                    self._pieces.append(Range(start, stop, weights(start, stop, reduction)))
-            piece = self._pieces.pop()
-            if piece.weights is not None:
-                return piece
-            # its loss would be 0/0, and NaN × 0 is NaN
-            self.skipped.append((piece.start, piece.stop))
-        return None
+        if not self._pieces:
+            if not self._rests:
+                return None
+            rest = self._rests.pop()
+            weights, reduction = self._counts.weights, self._reduction
+            for start, stop in reversed(self._cut(rest, size)):
+                self._pieces.append(Range(start, stop, weights(start, stop, reduction)))
+        return self._pieces.pop()
 
     @property
     def upcoming(self) -> Range | None:
         """The piece that `next` gives if the size stays; None where it is not cut yet."""
-        return next((piece for piece in reversed(self._pieces) if piece.weights is not None), None)
+        return self._pieces[-1] if self._pieces else None
 
     def _cut(self, rest: Range, size: int) -> tuple[tuple[int, int], ...]:
         if self._costs is None:

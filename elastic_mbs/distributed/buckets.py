@@ -1,4 +1,4 @@
-"""One sum of all gradients over the ranks, bucket by bucket, in memory that was there before."""
+"""Buckets: the sum of all gradients over the ranks, in memory that was there before."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Bucket:
 
 
 class Buckets:
-    """The same buckets on every rank: leaves in reverse order of registration.
+    """Buckets, the same on every rank: leaves in reverse order of registration.
 
     The buckets take turns in `UNDER_WAY` pieces of memory.
     """

@@ -23,7 +23,7 @@ from elastic_mbs.distributed.buckets import Buckets
 from elastic_mbs.distributed.buffers import Buffers
 from elastic_mbs.distributed.control import VALUES, Control, Place, Retry, Row
 from elastic_mbs.distributed.wrappers import Quiet, check, check_not_joining
-from elastic_mbs.engine.outcome.result import StepResult, with_loss
+from elastic_mbs.engine.outcome.result import StepResult, with_losses
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import (
@@ -62,19 +62,7 @@ class Replicas:
         Raises:
             UnsupportedError: a hook, a mode or an option that would not be trained right.
         """
-        if settings.gradients.noise_scale is not None:
-            raise UnsupportedError(
-                "noise_scale= compares pieces of one rank with the gradient of all ranks: leave "
-                "it out"
-            )
-        for ddp in wrappers:
-            check(ddp)
-        groups = {id(ddp.process_group): ddp.process_group for ddp in wrappers}
-        if len(groups) > 1:
-            raise UnsupportedError(
-                "the DDP models have different process groups: give each a runtime of its own, or "
-                "wrap both with the same process_group="
-            )
+        _check(wrappers, settings)
         self.hooks: tuple[AbstractContextManager[object], ...] = (Quiet(wrappers),)
         self._wrappers = wrappers
         self._model = model
@@ -93,13 +81,14 @@ class Replicas:
         self._buffers = Buffers(wrappers, self._ignored)
         self._control = Control(self._group, self._timeout, retry)
         self._buckets = Buckets([])
-        self._loss = torch.zeros((), dtype=torch.float64)
+        self._losses = torch.zeros(VALUES, dtype=torch.float64)
         self._modules: list[nn.Module] = []  # of the model, for which `_buffers` are
         self._maps: list[Tensor] = []  # of each rank: which leaves have gradients
         self._make_room()
         self._warm_up()
         self._counts = 1.0  # of this rank in this call
         self._named = False  # pieces are weighed among all ranks, so gradients are only added
+        self._names: tuple[str, ...] = ()  # of the losses of this call
         self._met = True  # this call has had its meeting
         self._prepared = True  # this call's gradients are its alone
 
@@ -128,7 +117,7 @@ class Replicas:
             self._signature = float(zlib.crc32(repr(list(map(_form, leaves))).encode()))
             device = leaves[0].device if leaves else torch.device("cpu")
             kind = torch.float32 if device.type == "mps" else torch.float64
-            self._loss = torch.zeros((), dtype=kind, device=device)
+            self._losses = torch.zeros(VALUES, dtype=kind, device=device)
             self._buckets = Buckets(leaves)  # last: it tells that all is there
         modules = self._model.modules  # another list, once it has changed
         self._buffers.refresh(modules_changed=modules is not self._modules)
@@ -136,12 +125,13 @@ class Replicas:
 
     def _warm_up(self) -> None:
         """Make one sum, so that the group has its connections before memory is short."""
-        self._loss.fill_(1.0)
-        self._wait(self._sum(self._loss))
-        if float(self._loss) != self._control.size:
+        self._losses.fill_(1.0)
+        self._wait(self._sum(self._losses))
+        found = float(self._losses[0])
+        if found != self._control.size:
             raise PeerError(
-                f"a sum of ones over {self._control.size} ranks was {float(self._loss):g}: the "
-                "process group does not work"
+                f"a sum of ones over {self._control.size} ranks was {found:g}: the process group "
+                "does not work"
             )
 
     def _sum(self, tensor: Tensor) -> dist.Work:
@@ -177,7 +167,8 @@ class Replicas:
 
     def share(self, counts: Counts) -> Counts:
         """Return the counts, as a part of all ranks' for a sum and for losses with names."""
-        self._named = self._sums or counts.names is not None
+        self._names = counts.names or ()
+        self._named = self._sums or bool(self._names)
         totals = counts.totals()
         if not self._named:
             self._counts = totals[0]
@@ -193,7 +184,8 @@ class Replicas:
         if len({row.values[0] for row in rows}) > 1:
             raise MisuseError("the ranks have different losses in count=: give the same on all")
         everybody = [math.fsum(row.values[i] for row in rows) for i in range(1, len(totals) + 1)]
-        _check_total(everybody)
+        if not self._sums:
+            _check_total(everybody)
         self._met = False  # the one at the end is still to come
         return counts.among(everybody)
 
@@ -212,19 +204,21 @@ class Replicas:
         self._refresh()
         self._check_gradients(gradients)
         self._retry(_WHAT, self._make_room)
-        loss = self._retry(_WHAT, lambda: result.loss)
-        like = loss if result.partition else self._loss  # a rank without samples has no type
-        total = self._retry(_WHAT, lambda: torch.empty_like(like))
+        losses = self._retry(_WHAT, lambda: [result.loss, *result.losses.values()])
+        count = 1 + len(self._names)
+        # A rank without samples has no type.
+        like = losses[0] if result.partition else self._losses[0]
+        totals = self._retry(_WHAT, lambda: [torch.empty_like(like) for _ in range(count)])
         factor = self._agree_on_gradients()
         try:
-            self._add_up(loss, total, factor)
+            self._add_up(losses, totals, factor)
         except PeerError:
             raise
         except BaseException as error:  # the others cannot be told at a meeting: they add up
             self._control.lose(f"{type(error).__name__} ended a sum over the ranks: {error}")
             raise
         gradients.take_back()
-        return with_loss(result, total)
+        return with_losses(result, totals[0], dict(zip(self._names, totals[1:], strict=True)))
 
     def _check_gradients(self, gradients: Gradients) -> None:
         """Refuse gradients that no other rank would hear of."""
@@ -250,7 +244,7 @@ class Replicas:
         used = self._buckets.used()
         checksum = float(zlib.crc32(used))
         rows = self._meet(Place.GRADIENT, [self._counts, self._signature, checksum])
-        _check_total([math.fsum(row.values[0] for row in rows)])
+        _check_total([row.values[0] for row in rows])
         if len({row.values[1] for row in rows}) > 1:
             raise MisuseError(
                 "the ranks train different parameters (by shape, type or number): freeze and "
@@ -282,19 +276,23 @@ class Replicas:
         if any(row.failed for row in rows):
             self._raise(problem)
 
-    def _add_up(self, loss: Tensor, total: Tensor, factor: float) -> None:
-        """Sum loss and gradients over the ranks, and send the buffers of rank 0."""
+    def _add_up(self, losses: list[Tensor], totals: list[Tensor], factor: float) -> None:
+        """Sum losses and gradients over the ranks, and send the buffers of rank 0."""
         with torch.no_grad(), torch_private.unseen():
             works: list[dist.Work] = []
 
             def begin() -> None:
-                self._loss.copy_(loss).mul_(factor)
-                works.append(self._sum(self._loss))
+                self._losses.zero_()
+                for place, loss in zip(self._losses, losses, strict=False):
+                    place.copy_(loss)
+                self._losses.mul_(factor)
+                works.append(self._sum(self._losses))
 
             self._retry("sum the losses of the ranks", begin)
             self._buckets.sum(factor, self._group, self._wait, self._retry)
             self._wait(works[0])
-            total.copy_(self._loss)
+            for total, place in zip(totals, self._losses, strict=False):
+                total.copy_(place)
             if self._control.size > 1:
                 self._buffers.send(self._group, self._control.rank, self._wait, self._retry)
 
@@ -347,8 +345,23 @@ class Replicas:
         self._control.leave(why)
 
 
+def _check(wrappers: Sequence[DDP], settings: Settings) -> None:
+    """Refuse wrappers and options that would not be trained right."""
+    if settings.gradients.noise_scale is not None:
+        raise UnsupportedError(
+            "noise_scale= compares pieces of one rank with the gradient of all ranks: leave it out"
+        )
+    for ddp in wrappers:
+        check(ddp)
+    if len({id(ddp.process_group) for ddp in wrappers}) > 1:
+        raise UnsupportedError(
+            "the DDP models have different process groups: give each a runtime of its own, or "
+            "wrap both with the same process_group="
+        )
+
+
 def _check_total(totals: Sequence[float]) -> None:
-    if not all(totals):
+    if not any(totals):
         raise CountError(
             "the counts of all ranks together are zero, so the loss is a mean over nothing: skip "
             "such a batch on every rank"

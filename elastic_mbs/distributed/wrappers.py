@@ -101,7 +101,8 @@ class NotWrapped:
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
-        self._handles = [root.register_forward_pre_hook(_refuse_wrapper) for root in self._roots]
+        for root in self._roots:
+            self._handles.append(root.register_forward_pre_hook(_refuse_wrapper))
 
     def __exit__(self, *error: object) -> None:
         while self._handles:

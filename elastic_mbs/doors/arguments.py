@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from elastic_mbs.batch.join import check_pad
 from elastic_mbs.errors import UsageError
 
 P = ParamSpec("P")
@@ -31,15 +32,16 @@ def closed(method: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def check_place(outputs: object) -> None:
-    """Refuse a place for the outputs of an evaluation that is none."""
+def check_evaluation(outputs: object, pad: object) -> None:
+    """Refuse a place for the outputs of an evaluation, or a value to fill them up, that is none."""
     if outputs is None:
         raise UsageError(
-            'evaluate(outputs=None) would return nothing: use outputs="cpu" (the default) or '
-            '"device", and let fn return only what is needed'
+            'evaluate(outputs=None) would return nothing: use outputs="auto" (the default), '
+            '"cpu" or "device", and let fn return only what is needed'
         )
-    if outputs not in ("cpu", "device"):
+    if outputs not in ("auto", "cpu", "device"):
         raise UsageError(
-            f'outputs={outputs!r} is not known: use "cpu" (the default), or "device" for '
+            f'outputs={outputs!r} is not known: use "auto" (the default), "cpu", or "device" for '
             "outputs that do not fill it"
         )
+    check_pad(pad)

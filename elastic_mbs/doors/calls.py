@@ -13,12 +13,13 @@ import torch
 from torch.optim import Optimizer
 
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.join import Pad
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.engine.call import Call, PassesOf
 from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
-from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, stored_bytes
+from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, place_of, stored_bytes
 from elastic_mbs.engine.parts import Batch, CallParts
 from elastic_mbs.engine.passes import OnePass
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile, names_of
@@ -26,13 +27,14 @@ from elastic_mbs.engine.shared.peers import Peers
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import check_outer, running_call
 from elastic_mbs.engine.two_pass.passes import TwoPasses, Unweighted
-from elastic_mbs.errors import IncompleteBatchError, UnsupportedError
+from elastic_mbs.errors import IncompleteBatchError, UnsupportedError, UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
 from elastic_mbs.optimizer.in_place import guards_of
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import OutputPlace
+from elastic_mbs.rehearsal.first_split import FirstSplit
 
 # bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a
 # decoder's cache
@@ -66,6 +68,7 @@ class Calls:
         self._resources = resources
         self._knowledge = knowledge
         self._batches = batches
+        self._first_split = FirstSplit(resources, batches)
         self._steps = StepWatch()
         self._guarded_step = GuardedStep(resources)
         self._guards = guards_of(optimizers, self.optimizer_step)
@@ -127,7 +130,7 @@ class Calls:
     def total(self) -> Any:
         """The counts of the batch that is running; None between calls."""
         call = self.current
-        return None if call is None or call.finished else call.totals
+        return self._first_split.total if call is None or call.finished else call.totals
 
     # ------------------------------------------------------------------ the doors
 
@@ -147,7 +150,23 @@ class Calls:
             call = self._begin(Batch(view, peers.share(counts), name, identity))
         with call:
             call.run(loss_fn, args, kwargs)
-        return self._finish(call)
+        result = self._finish(call)
+        if not call.parts.profile.compared and len(result.partition) > 1:
+            self._check_split(call.parts, partial(_on_piece, loss_fn, args, kwargs))
+        return result
+
+    def _check_split(self, parts: CallParts, loss_fn: Callable[[Any], Any]) -> None:
+        """Compare whole and pieces; empty the gradients of a call whose loss is refused."""
+        try:
+            self._first_split(parts, loss_fn)
+        except UsageError as error:
+            parts.gradients.unwind()
+            if parts.gradients.full:
+                error.add_note(
+                    "elastic_mbs: gradients that were not empty when this batch began hold a part "
+                    "of it: call zero_grad() before you go on."
+                )
+            raise
 
     def backward_embeddings(
         self, embed_fn: Callable[[Any], Any], loss_fn: Callable[[Any], Any], batch: Any
@@ -184,12 +203,12 @@ class Calls:
             call = self._begin(work)
         return loop(call, self._finish)
 
-    def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace) -> Any:
+    def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace, pad: Pad) -> Any:
         """Run `fn` on every piece and join its outputs. See `ElasticMBS.evaluate`."""
         name, identity = names_of(fn)
         view, counts = self._read(batch, name, counted=False)
         work = Batch(view, counts, name, identity, training=False)
-        call = self._begin(work, outputs)
+        call = self._begin(work, outputs, pad)
         with call, torch.no_grad():
             call.run(fn)
         return self._finish(call).outputs
@@ -237,10 +256,15 @@ class Calls:
         self.last_result = result
         return result
 
-    def _begin(self, batch: Batch, outputs: OutputPlace = None) -> Call:
+    def _begin(self, batch: Batch, outputs: OutputPlace = None, pad: Pad = None) -> Call:
         """Begin a call with one pass over its batch."""
-        place = self._resources.settings.outputs if batch.training else outputs
-        one_pass = OnePass(training=batch.training, outputs=place)
+        settings = self._resources.settings
+        place = place_of(
+            settings.outputs if batch.training else outputs, batch.view.tensors, batch.view.length
+        )
+        one_pass = OnePass(
+            training=batch.training, outputs=place, pad=settings.pad if pad is None else pad
+        )
         return self._make(batch, lambda parts: one_pass)
 
     def _make(self, batch: Batch, passes: PassesOf) -> Call:
@@ -275,8 +299,17 @@ class Calls:
         if training:
             self.last_result = result
             self.history.append((result.micro_batch_size, result.ooms))
-            self._check_size(result, parts.key.name)
-        parts.report.done(result, training=training)
+        try:
+            if training:
+                self._check_size(result, parts.key.name)
+            parts.report.done(result, training=training)
+        except BaseException as error:  # of a sink, which may raise anything
+            if training:
+                error.add_note(
+                    "elastic_mbs: this was raised after the batch was done, so its gradient is "
+                    "whole: step, or call zero_grad() before the batch runs again."
+                )
+            raise
         return result
 
     def _check_size(self, result: StepResult, name: str) -> None:
@@ -289,3 +322,10 @@ class Calls:
                 f"(outputs={self._resources.settings.outputs!r}): return what you read of it only "
                 "(a decoder of transformers needs use_cache=False for that), or say outputs=None",
             )
+
+
+def _on_piece(
+    loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], piece: Any
+) -> Any:
+    """Return the loss of a piece, as a call has it."""
+    return loss_fn(piece, *args, **kwargs)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.containers import tensors_in
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.join import Pad
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.micro_batch import MicroBatch
-from elastic_mbs.engine.outcome.result import Stats, StepResult, StoredOutput
+from elastic_mbs.engine.outcome.result import Place, Stats, StepResult, of_batch, place_of
 from elastic_mbs.engine.shared.knowledge import Knowledge
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.optimizer.guarded_step import refuse_closure
@@ -43,6 +45,7 @@ class DisabledCalls:
         self.history: tuple[tuple[int, int], ...] = ()
         self.total: Any = None
         self._resources = resources
+        self._outputs = resources.settings.outputs
         self._batches = batches
 
     def open(self) -> None:
@@ -66,7 +69,7 @@ class DisabledCalls:
         kwargs: Mapping[str, Any],
     ) -> StepResult:
         """Run forward and backward of the whole batch."""
-        with self._running(self._whole(batch)) as whole, whole.micro as micro:
+        with self._running(self._whole(batch, self._outputs)) as whole, whole.micro as micro:
             micro.backward(loss_fn(micro.data, *args, **kwargs))
         return self._finish(whole)
 
@@ -74,21 +77,23 @@ class DisabledCalls:
         self, embed_fn: Callable[[Any], Any], loss_fn: Callable[[Any], Any], batch: Any
     ) -> StepResult:
         """Run forward and backward of the whole batch, whose loss is one whatever `count` says."""
-        with self._running(self._whole(batch, counted=False)) as whole, whole.micro as micro:
+        whole = self._whole(batch, self._outputs, counted=False)
+        with self._running(whole), whole.micro as micro:
             micro.backward(loss_fn(embed_fn(micro.data)))
-        return self._finish(whole)
+        return self._finish(whole, per_sample=False)
 
     def micro_batches(self, batch: Any, name: str, *, own_graph: bool) -> Iterator[MicroBatch]:
         """Yield the whole batch as one micro-batch."""
-        with self._running(self._whole(batch)) as whole:
+        with self._running(self._whole(batch, self._outputs)) as whole:
             yield whole.micro
         self._finish(whole)
 
-    def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace) -> Any:
-        """Run `fn` on the whole batch without gradients."""
+    def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace, pad: Pad) -> Any:
+        """Run `fn` on the whole batch without gradients: there is nothing to fill up."""
+        whole = self._whole(batch, outputs, counted=False)
         with torch.no_grad():
-            found = fn(self._resources.load(batch))
-        return None if found is None else StoredOutput(found, outputs).get()
+            whole.keep(whole.attempt, fn(whole.attempt.data))
+        return whole.result().outputs
 
     def optimizer_step(self, optimizer: Optimizer, closure: object) -> None:
         """Step the optimizer."""
@@ -99,11 +104,13 @@ class DisabledCalls:
         else:
             scaler.step(optimizer)
 
-    def _whole(self, batch: Any, *, counted: bool = True) -> WholeBatch:
-        batch = self._resources.load(batch)
-        totals, length = self._batches.totals(batch)
-        names = self._batches.count_names if counted else None
-        return WholeBatch(self._resources.settings, batch, names, totals, length)
+    def _whole(self, batch: Any, outputs: OutputPlace, *, counted: bool = True) -> WholeBatch:
+        given, batch = batch, self._resources.load(batch)
+        counts = self._batches.whole(batch, counted=counted)
+        cut = counts is not None
+        counts = counts or self._batches.uncut(counted=counted)
+        place = place_of(outputs, tensors_in(given), counts.n)
+        return WholeBatch(self._resources.settings, batch, counts, place, cut=cut)
 
     @contextmanager
     def _running(self, whole: WholeBatch) -> Iterator[WholeBatch]:
@@ -113,8 +120,8 @@ class DisabledCalls:
         finally:
             self.total = None
 
-    def _finish(self, whole: WholeBatch) -> StepResult:
-        self.last_result = whole.result()
+    def _finish(self, whole: WholeBatch, *, per_sample: bool = True) -> StepResult:
+        self.last_result = whole.result(per_sample=per_sample)
         return self.last_result
 
 
@@ -122,18 +129,25 @@ class WholeBatch:
     """A batch that runs in one piece: the owner of its only micro-batch."""
 
     def __init__(
-        self,
-        settings: Settings,
-        batch: Any,
-        count_names: tuple[str, ...] | None,
-        totals: Any,
-        length: int,
+        self, settings: Settings, batch: Any, counts: Counts, place: Place, *, cut: bool
     ) -> None:
-        self.totals = totals
+        """Make the piece.
+
+        Args:
+            settings: the options of the runtime.
+            batch: the samples, on their device.
+            counts: their loss terms.
+            place: where outputs are kept.
+            cut: the batch could be cut.
+        """
+        self.totals = counts.total if cut else 0
         self._settings = settings
-        self._names = count_names
-        self._attempt = Attempt(Range(0, length), batch)
-        self.micro = MicroBatch(self, self._attempt)
+        self._counts = counts
+        self._place = place
+        self._cut = cut
+        weights = counts.weights(0, counts.n, settings.reduction)
+        self.attempt = Attempt(Range(0, counts.n, weights), batch)
+        self.micro = MicroBatch(self, self.attempt)
 
     def begin(self, attempt: Attempt) -> None:
         """Do nothing: no attempt is prepared."""
@@ -150,11 +164,9 @@ class WholeBatch:
 
     def backward(self, attempt: Attempt, value: Any) -> None:
         """Run backward on the loss as it is."""
-        terms, outputs = read_losses(value, self._names)
-        if attempt.outputs is None:
-            self.keep(attempt, outputs)
-        loss = weighted_sum(terms, dict.fromkeys(terms, 1.0))
-        attempt.take_loss(loss, 1.0, ())
+        attempt.weigh(value, self._counts, self._place)  # as 1: it is the whole batch
+        loss = attempt.graph
+        assert loss is not None  # a batch without a loss term is refused
         if self._settings.scaler is not None:
             loss = self._settings.scaler.scale(loss)
         backward = self._settings.gradients.backward
@@ -165,15 +177,26 @@ class WholeBatch:
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:
         """Keep the outputs where the user wants them."""
-        attempt.keep(outputs, self._settings.outputs)
+        attempt.keep(outputs, self._place)
 
-    def result(self) -> StepResult:
-        """Return the result of the pass."""
-        attempt = self._attempt
+    def result(self, *, per_sample: bool = True) -> StepResult:
+        """Return the result of the pass.
+
+        Args:
+            per_sample: its outputs are those of samples; else they come once for the batch.
+        """
+        attempt = self.attempt
         length = len(attempt)
-        return StepResult(
+        result = StepResult(
             partition=((0, length),),
             micro_batch_size=length,
             _losses=() if attempt.loss is None else (attempt.loss,),
+            _named={
+                name: [attempt.losses[name]] if name in attempt.losses else []
+                for name in self._counts.names or ()
+            },
             _outputs=[] if attempt.outputs is None else [attempt.outputs],
         )
+        if per_sample and self._cut:
+            return result
+        return of_batch(result, result.loss, attempt.outputs)

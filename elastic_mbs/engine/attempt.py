@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
-from elastic_mbs.batch.loss_terms import is_plain, read_losses, weighted_sum
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.loss_terms import (
+    Terms,
+    check_graph,
+    is_plain,
+    lost_in,
+    read_losses,
+    weighted,
+    without_void,
+)
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.engine.outcome.result import StoredOutput
-from elastic_mbs.errors import UsageError
+from elastic_mbs.engine.outcome.result import Place, StoredOutput
+from elastic_mbs.errors import LossError, UsageError
 from elastic_mbs.memory.oom import Verdict
-from elastic_mbs.options import OutputPlace
 
 
 class Phase(Enum):
@@ -54,8 +63,10 @@ class Attempt:
     Attributes:
         piece: the samples.
         data: the piece, in the batch's own container type; None once the attempt is over.
-        graph: the tensor where backward begins.
+        graph: the tensor where backward begins; None where nothing in the piece counts.
         loss: the detached loss times the piece's weight.
+        losses: the same of each loss, where losses have names.
+        uncounted: detached losses that have no term in the piece.
         terms: the user's own losses, which the user's frame can still hold.
         outputs: the outputs to keep.
         callbacks: functions to run once the whole batch is accumulated.
@@ -64,6 +75,8 @@ class Attempt:
     data: Any = None
     graph: torch.Tensor | None = None
     loss: torch.Tensor | None = None
+    losses: Terms = {}  # noqa: RUF012  # is replaced, never changed
+    uncounted: Terms = {}  # noqa: RUF012  # likewise
     terms: tuple[torch.Tensor, ...] = ()
     outputs: StoredOutput | None = None
     callbacks: tuple[Callable[[], object], ...] = ()
@@ -76,6 +89,11 @@ class Attempt:
         return self.piece.stop - self.piece.start
 
     @property
+    def differentiable(self) -> bool:
+        """True where a backward runs; without one, no loss with a graph counts in the piece."""
+        return self.graph is not None and self.graph.requires_grad
+
+    @property
     def root(self) -> Node | None:
         """The node where its graph begins. A property, because wrapping a node takes time."""
         return None if self.graph is None else self.graph.grad_fn
@@ -84,26 +102,39 @@ class Attempt:
         """Take the data of the piece."""
         self.data = data
 
-    def weigh(self, value: Any, names: tuple[str, ...] | None, place: OutputPlace) -> float:
+    def weigh(self, value: Any, counts: Counts, place: Place) -> float:
         """Take the loss that the user's step returned, and return its weight in the batch.
 
         Args:
             value: the loss, alone or with outputs (see `MicroBatch.backward`).
-            names: the names of the losses, where there are several.
+            counts: the loss terms of the batch.
             place: the place where outputs that come with the loss are kept.
         """
         weights = self.piece.weights
-        assert weights is not None  # or the piece would have been skipped
-        if names is None and is_plain(value):
+        assert weights is not None
+        if counts.names is None and is_plain(value) and not counts.void:
             weight = weights[None]
-            self.take_loss(value, weight, (value,))
-            return weight
-        named, outputs = read_losses(value, names)
+            if weight:
+                self.take_loss(value, weight, (value,))
+                return weight
+        terms, outputs = read_losses(value, counts.names)
         # Stored before backward: once a leaf has a commit, only backward itself should be able to
         # fail.
         if self.outputs is None:  # outputs given to `micro.keep` come first
             self.keep(outputs, place)
-        self.take_loss(weighted_sum(named, weights), 1.0, tuple(named.values()))
+        if counts.void:
+            weights = without_void(terms, weights, counts.void)
+        own = tuple(terms.values())
+        parts = weighted(terms, weights)
+        self.uncounted = {name: terms[name].detach() for name in terms if name not in parts}
+        if not parts:
+            self.terms = own
+            return 0.0
+        check_graph(terms)
+        first, *others = parts.values()
+        self.take_loss(sum(others, first), 1.0, own)
+        if counts.names is not None:
+            self.losses = {name: part.detach() for name, part in parts.items()}
         return 1.0
 
     def take_loss(self, loss: torch.Tensor, weight: float, terms: tuple[torch.Tensor, ...]) -> None:
@@ -118,7 +149,7 @@ class Attempt:
         self.loss = loss.detach() * weight
         self.graph = loss
 
-    def keep(self, outputs: Any, place: OutputPlace) -> None:
+    def keep(self, outputs: Any, place: Place) -> None:
         """Keep the outputs of the piece at `place`.
 
         Raises:
@@ -130,7 +161,7 @@ class Attempt:
             raise UsageError(
                 "this micro-batch has outputs already: give all of them to one micro.keep(outputs)"
             )
-        self.outputs = StoredOutput(outputs, place)
+        self.outputs = StoredOutput(outputs, place, len(self))
 
     def on_commit(self, fn: Callable[[], object]) -> None:
         """Add a function to run once the whole batch is accumulated."""
@@ -144,6 +175,22 @@ class Attempt:
     def drop(self) -> None:
         """Drop everything but the piece: a variable of the user's can still hold this attempt."""
         self.__dict__ = {"piece": self.piece}
+
+
+def check_nothing_lost(
+    attempts: Iterable[Attempt], retry: Callable[[str, Callable[[], Any]], Any]
+) -> None:
+    """Refuse a loss that is not 0 although its piece has no term of it.
+
+    Its share in the batch's mean is 0. NaN is 0/0, a mean over nothing. Only where there is such a
+    loss it waits for the device.
+    """
+    for attempt in attempts:
+        for name, loss in attempt.uncounted.items():
+            value, piece = retry("read a loss", partial(float, loss)), attempt.piece
+            text = lost_in(name, value, f"samples {piece.start}:{piece.stop}")
+            if text is not None:
+                raise LossError(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from typing import Any, NoReturn, Self
 import torch
 
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.engine.attempt import Attempt, Failure, Phase
+from elastic_mbs.engine.attempt import Attempt, Failure, Phase, check_nothing_lost
 from elastic_mbs.engine.outcome.result import StepResult, check_not_overwritten
 from elastic_mbs.engine.parts import Batch, CallParts, parts_of
 from elastic_mbs.engine.passes import Passes
 from elastic_mbs.engine.recovery.failure import failure_of
 from elastic_mbs.engine.recovery.floor import Floor
-from elastic_mbs.engine.recovery.recover import call_on_fatal, check_cap, recover, unwind
+from elastic_mbs.engine.recovery.recover import check_cap, recover, tell, unwind
 from elastic_mbs.engine.recovery.replay import Mode
 from elastic_mbs.engine.shared import running
 from elastic_mbs.engine.shared.knowledge import Knowledge
@@ -167,9 +167,7 @@ class Call:
             elif self.attempt is not None:
                 raise self.left_early("a micro-batch was not entered with `with micro:`")
             piece = self.parts.progress.next()
-            if piece is None:
-                self._end_pass()  # the last piece was skipped
-                continue
+            assert piece is not None  # the last one has ended the pass
             attempt = self._prepare(piece)
             if attempt is not None:
                 return attempt
@@ -237,15 +235,16 @@ class Call:
         gradients = parts.gradients
         gradients.check_before(first=parts.progress.untouched)
         self.resources.peers.before_backward(gradients)
-        weight = attempt.weigh(value, parts.batch.counts.names, self._pass.outputs)
+        weight = attempt.weigh(value, parts.batch.counts, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.
             self.resources.monitor.request_reading(rested=True)
-        # Without a graph, the terms that have one have no counts in this piece.
-        if attempt.graph is not None and attempt.graph.requires_grad:
+        if attempt.differentiable:
             gradients.prepare(attempt)
             self.phase = Phase.BACKWARD
             gradients.run(attempt, weight)
+        else:
+            parts.hooks.drop_graph(attempt.terms)  # no backward frees it
         gradients.observe()
         self.phase = Phase.COMMIT
 
@@ -350,14 +349,15 @@ class Call:
         training = parts.batch.training
         if training:
             gradients.check_after(first=parts.progress.untouched)
+            check_nothing_lost(progress.committed, resources.retry)
         gradients.finish()
         parts.edits.notice(parts.progress)
         if gradients.full and not profile.draws:
             profile.learn_draws(parts.snapshot.drew_since_start())
-        if self._pass.outputs == "device":
+        if self._pass.outputs not in ("cpu", None):
             check_not_overwritten([attempt.outputs for attempt in progress.committed])
         attempts = progress.in_order()
-        result = parts.report.result(progress, attempts)
+        result = parts.report.result(progress, attempts, parts.batch.counts.names, self._pass.pad)
         if not training:
             resources.retry(
                 'join the outputs on the device (outputs="cpu" keeps them on the host)',
@@ -365,14 +365,12 @@ class Call:
             )
         noise = parts.knowledge.noise
         if noise is not None and training:
-            skipped, adds_up = progress.schedule.skipped, self._pass.adds_up
             result.noise_scale = resources.retry(
                 "read the norms of the gradients",
-                lambda: gradients.noise_scale(noise, skipped, adds_up=adds_up),
+                lambda: gradients.noise_scale(noise, adds_up=self._pass.adds_up),
             )
         parts.report.inform_controller(progress, fresh=not gradients.full)
-        if training:  # last of all that can fail on this rank alone
-            result = resources.peers.meet(gradients, result)
+        result = resources.peers.meet(gradients, result) if training else result
         result = self.passes.finish(result)
         running.leave_call(self)
         self.phase = Phase.WHOLE  # a callback may step, or evaluate
@@ -438,10 +436,8 @@ class Call:
                     self._close()
             except BaseException as problem:
                 error = interrupt = problem
-        if self.parts.batch.training:
-            self.resources.peers.failed(error)
         self.parts.report.failed(error, self.parts.progress.failures)
-        call_on_fatal(self.parts, error)
+        tell(self.parts, error)
         if interrupt is not None:
             raise interrupt
 

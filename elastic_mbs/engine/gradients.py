@@ -266,15 +266,15 @@ class CallGradients:
         if new:
             self._learn(attempt, committed)
         self._separate()
+        if resources.settings.gradients.noise_scale is not None:
+            norms = resources.retry(
+                "take the norm of a piece's gradient",
+                lambda: squared_norm(resources.model.leaves if attempt.differentiable else ()),
+            )
+            self._norms.append((len(attempt.piece), norms))
         isolation = self.isolation
         if isolation is not None:
             self._modified = True
-            if resources.settings.gradients.noise_scale is not None:
-                norms = resources.retry(
-                    "take the norm of a piece's gradient",
-                    lambda: squared_norm(resources.model.leaves),
-                )
-                self._norms.append((len(attempt.piece), norms))
             resources.retry("add a piece's gradient to the batch's", isolation.fold)
         ledger.note()
         return new
@@ -417,16 +417,13 @@ class CallGradients:
         if self.isolation is not None:
             self._resources.retry("write the gradient in its own type", self.isolation.finish)
 
-    def noise_scale(
-        self, noise: Smoothed, skipped: Iterable[tuple[int, int]], *, adds_up: bool
-    ) -> NoiseScale | None:
+    def noise_scale(self, noise: Smoothed, *, adds_up: bool) -> NoiseScale | None:
         """Return the noise scale with the contributions of this call's pieces.
 
         A single piece says nothing of how samples differ, nor do gradients that were there before.
 
         Args:
             noise: the estimate of earlier calls.
-            skipped: ranges of samples that add nothing.
             adds_up: the losses of the pieces add up to the loss of the batch.
         """
         if not adds_up:
@@ -439,7 +436,6 @@ class CallGradients:
             return sum(map(float, norms)) / scale**2
 
         pieces = [(samples, read(norms)) for samples, norms in self._norms]
-        pieces += [(stop - start, 0.0) for start, stop in skipped]
         if len(pieces) > 1 and not self.full:
             noise.add(*estimate(pieces, read(squared_norm(resources.model.leaves))))
         return noise.latest

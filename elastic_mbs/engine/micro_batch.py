@@ -93,7 +93,7 @@ class MicroBatch:
         Args:
             value: the loss as a scalar mean over the piece's counts (`reduction="sum"`: a sum); or
                 `(loss, outputs)`, an object with `.loss`, a dict with "loss", or a dict of losses
-                where `count` is a dict.
+                where `count` is a dict. A mean over no count at all is 0 or NaN.
 
         Raises:
             LossError: there is no scalar loss with a graph in it.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from elastic_mbs.batch.join import Pad
 from elastic_mbs.engine.attempt import Attempt
-from elastic_mbs.engine.outcome.result import StepResult
-from elastic_mbs.options import OutputPlace
+from elastic_mbs.engine.outcome.result import Place, StepResult
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,14 @@ class Pass:
     Attributes:
         training: its pieces run backward; else their outputs are kept.
         outputs: the place where outputs are kept.
+        pad: fills up outputs whose width differs from piece to piece.
         bound: its pieces must stay the pieces of the pass before.
         adds_up: the losses of its pieces add up to the loss of the batch.
     """
 
     training: bool
-    outputs: OutputPlace
+    outputs: Place
+    pad: Pad = None
     bound: bool = False
     adds_up: bool = True
 
@@ -63,8 +65,8 @@ class Passes(Protocol):
 class OnePass:
     """The single pass of a training call or of an evaluation."""
 
-    def __init__(self, *, training: bool, outputs: OutputPlace) -> None:
-        self.first = Pass(training, outputs)
+    def __init__(self, *, training: bool, outputs: Place, pad: Pad) -> None:
+        self.first = Pass(training, outputs, pad)
 
     def begin(self) -> None:
         """Do nothing."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from elastic_mbs.batch.join import Pad
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.messages import CallOutcome, Decision, Key
 from elastic_mbs.engine.attempt import Attempt
@@ -85,26 +86,44 @@ class CallReport:
 
     # ------------------------------------------------------------------ for the caller
 
-    def result(self, progress: Progress, attempts: Iterable[Attempt]) -> StepResult:
-        """Return the result of the committed attempts, given in the batch's order."""
+    def result(
+        self,
+        progress: Progress,
+        attempts: Iterable[Attempt],
+        names: Iterable[str] | None,
+        pad: Pad,
+    ) -> StepResult:
+        """Return the result of the committed attempts.
+
+        Args:
+            progress: the failures of the call.
+            attempts: the attempts in the batch's order.
+            names: the names of the losses; None for a single one.
+            pad: fills up outputs whose width differs from piece to piece.
+        """
         partition, losses, stored = [], [], []
+        named: dict[str, list[torch.Tensor]] = {name: [] for name in names or ()}
         for attempt in attempts:
             partition.append((attempt.piece.start, attempt.piece.stop))
             stored.append(attempt.outputs)
             if attempt.loss is not None:
                 losses.append(attempt.loss)
+            if named:
+                for name, loss in attempt.losses.items():
+                    named[str(name)].append(loss)
         by_length = self._view.sorted
         return StepResult(
             partition=tuple(partition),
             micro_batch_size=progress.size,
             ooms=progress.failures,
             replayed_samples=progress.replayed_samples,
-            skipped=tuple(sorted(progress.schedule.skipped)),
             order=None if by_length is None else tuple(by_length.order),
             _lengths=() if by_length is None else by_length.lengths,
             _losses=tuple(losses),
+            _named=named,
             _outputs=stored if any(stored) else [],
             _per_piece=self._profile.per_piece,
+            _pad=pad,
         )
 
     # ------------------------------------------------------------------ for the controller

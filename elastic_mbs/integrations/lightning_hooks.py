@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import torch
 
+from elastic_mbs.batch.join import Apart
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.lightning_names import LightningNames
 from elastic_mbs.integrations.lightning_private import EVALUATIONS, Steps
@@ -74,7 +75,9 @@ class LightningHooks:
                     "ElasticCallback.runtime is there once a Trainer with this callback has begun "
                     "to fit, validate, test or predict"
                 )
-            options: Options = {**self._options, **self._backward(self._module)}
+            options: dict[str, Any] = {**self._options, **self._backward(self._module)}
+            # a step's outputs are often read by nobody
+            options["pad"] = Apart.APART if options.get("pad") is None else options["pad"]
             self._runtime = ElasticMBS(self._module, **options)
             if self._state:
                 self._runtime.load_state_dict(self._state)

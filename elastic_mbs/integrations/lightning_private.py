@@ -255,6 +255,8 @@ class _BatchLog:
     def _attempt(self, step: Callable[[Any], Any], data: Any) -> Any:
         """Run one attempt; undo earlier ones at the same samples or at later ones."""
         call = running_call()
+        if call is None and self._pieces:
+            return self._beside(step, data)
         start, samples = (0, 1) if call is None else (call.attempt.piece.start, len(call.attempt))
         self._rewind(start)
         piece = self._pieces[start] = _Piece(samples, self._metrics)
@@ -268,6 +270,18 @@ class _BatchLog:
         if self._count is not None:
             piece.worth = torch.as_tensor(self._count(data)).sum()
         return value
+
+    def _beside(self, step: Callable[[Any], Any], data: Any) -> Any:
+        """Run the step on samples of a batch that is done, to compare them, and keep nothing."""
+        unseen = _Piece(1, self._metrics)
+        if self._results is not None:
+            self._results.log = unseen.log
+        try:
+            return step(data)
+        finally:
+            if self._results is not None:
+                del self._results.log
+            unseen.undo()
 
     def _rewind(self, start: int) -> None:
         for later in sorted((each for each in self._pieces if each >= start), reverse=True):

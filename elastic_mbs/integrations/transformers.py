@@ -212,10 +212,9 @@ class ElasticTrainerMixin(_Base):
             or (find_batch_size(inputs) or 1) < 2
         ):
             return
-        metrics, drawn = BatchMetrics(self), list[bool]()
-        loss_fn = functools.partial(self._elastic_loss, drawn=drawn)
+        metrics = BatchMetrics(self)
         try:
-            report = self.elastic.verify(loss_fn, inputs)
+            report = self.elastic.verify(self._elastic_loss, inputs)
         except CountError:  # there are no labels in these samples: the next batch will have some
             return
         except RecoveryError as error:
@@ -223,8 +222,7 @@ class ElasticTrainerMixin(_Base):
                 "the loss of a batch was not compared with the one of its pieces: %s", error
             )
         else:
-            # losses that draw random numbers cannot be compared
-            if not (self._elastic_same(report) or any(drawn)):
+            if not self._elastic_same(report):
                 raise UsageError(
                     f"{report}\n  Where the loss is no mean over the labels that are not -100, "
                     "say what it is a mean over: "
@@ -235,15 +233,13 @@ class ElasticTrainerMixin(_Base):
             metrics.restore()
         self._elastic_verified.add(split)
 
-    def _elastic_loss(self, piece: Any, drawn: list[bool]) -> Tensor:
-        """Return the loss of a piece; note in `drawn` if it drew random numbers."""
-        before = _streams(self.args.device)
+    def _elastic_loss(self, piece: Any) -> Tensor:
+        """Return the loss of a piece."""
         with torch.no_grad(), self.compute_loss_context_manager():
             items = self._get_num_items_in_batch([piece], self.args.device)
             loss: Tensor = self.compute_loss(
                 self.model, self._prepare_inputs(piece), num_items_in_batch=items
             )
-        drawn.append(not all(map(torch.equal, before, _streams(self.args.device))))
         return loss.detach().requires_grad_()  # a graph would take memory
 
     def _elastic_same(self, report: VerifyReport) -> bool:
@@ -287,6 +283,7 @@ class ElasticTrainerMixin(_Base):
                 ),
                 inputs,
                 outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
+                pad=-100,  # as the trainer fills up batches
             )
         except BaseException:
             metrics.restore()
@@ -421,13 +418,6 @@ def _guard(optimizer: torch.optim.Optimizer, runtime: Callable[[], ElasticMBS]) 
 
     vars(step)["guarded"] = True
     vars(optimizer)["step"] = types.MethodType(step, optimizer)
-
-
-def _streams(device: torch.device) -> list[Tensor]:
-    return [
-        torch.get_rng_state(),
-        *([] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]),
-    ]
 
 
 def _mean(losses: list[Tensor] | None, counts: list[Tensor]) -> Tensor | None:

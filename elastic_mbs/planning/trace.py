@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer
 
 from elastic_mbs.batch.counts import Counts
-from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.loss_terms import check_graph, read_losses, weighted_sum
 from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.engine.shared.resources import Resources
@@ -48,9 +48,8 @@ class Tracer:
         timeline = Timeline(self.context.devices[0], flops_of if count else None)
         self.timelines.append(timeline)
         data = map_tensors(self.view.piece(0, size), self.fakes)
-        weights = self.counts.weights(
-            0, size, reduction=self.context.settings.reduction
-        ) or dict.fromkeys(self.counts.names or (None,), 1.0)
+        # fakes have no values, so all that matters is that no loss is left out
+        weights = dict.fromkeys(self.counts.names or (None,), 1.0)
         hooks = [
             leaf.register_post_accumulate_grad_hook(timeline.committed) for leaf in self.leaves()
         ]
@@ -67,7 +66,9 @@ class Tracer:
                 data = to_device(data, self.context.piece_device)
                 with made(way, self.context, data, timeline) as moved:
                     value = self.loss_fn(data)
-                    self._backward(weighted_sum(read_losses(value, self.counts.names)[0], weights))
+                    terms, _ = read_losses(value, self.counts.names)
+                    check_graph(terms)
+                    self._backward(weighted_sum(terms, weights))
         finally:
             drop_unrun()
             torch.clear_autocast_cache()  # around loss_fn, it holds casts of fakes

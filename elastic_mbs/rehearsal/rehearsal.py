@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,14 @@ from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.messages import Key, shape_class
 from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
+from elastic_mbs.engine.shared.peers import quiet
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.errors import NestedCallError
 from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.planning.plan import Budget, plan
 from elastic_mbs.planning.report import PlanReport
+from elastic_mbs.rehearsal.samples import Signs
 from elastic_mbs.rehearsal.verify import VerifyReport, verify
 
 
@@ -38,7 +40,13 @@ class Rehearsal:
 
     def verify(self, loss_fn: Callable[[Any], Any], batch: Any, samples: int) -> VerifyReport:
         """Compare whole and split loss. See `ElasticMBS.verify`."""
-        with self._read("verify", lambda: self._batches.first(batch, samples)) as (few, counts):
+
+        def read() -> tuple[BatchView, Counts]:
+            view, counts = self._batches.plain(batch)
+            signs = Signs(view, counts, self._resources.settings.limits)
+            return self._batches.some(view, *signs.telling(samples))
+
+        with self._read("verify", read) as (few, counts):
             return verify(self._resources, few, counts, loss_fn)
 
     def plan(
@@ -56,7 +64,7 @@ class Rehearsal:
         name, _ = names_of(loss_fn)
         read = partial(self._batches.read, batch, name, ((), {}), training=True)
         controller = self._knowledge.controller
-        with self._read("plan", read) as (view, counts):
+        with self._read("plan", read) as (view, counts), quiet(self._resources.peers):
             key = Key(name, "train", shape_class(view.elements))
             there = Budget(capacity, controller.time(key))
             report = plan(self._resources, view, counts, loss_fn, optimizer, there, compare=compare)
@@ -77,9 +85,6 @@ class Rehearsal:
         found = self._resources.retry("look at the batch", read)
         self.total = found[1].total
         try:
-            with ExitStack() as quiet:
-                for hook in self._resources.peers.hooks:
-                    quiet.enter_context(hook)
-                yield found
+            yield found
         finally:
             self.total = None

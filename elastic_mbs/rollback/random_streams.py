@@ -7,6 +7,7 @@ behind.
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -70,7 +71,10 @@ class RandomStreams:
         generators = tuple(map(_GET_STATE, self._torch))
         if not hosts and not self.draws_on_host:
             return StreamState(generators, None)
-        if not self._knows_numpy and (numpy := sys.modules.get("numpy.random")) is not None:
+        if not self._knows_numpy and "numpy" in sys.modules:
+            # Here, because numpy itself loads it when a step first draws, and its stream would then
+            # not have been read.
+            numpy: Any = importlib.import_module("numpy.random")
             self._hosts.append((partial(numpy.get_state, legacy=False), numpy.set_state))
             self._knows_numpy = True
         return StreamState(generators, tuple([get() for get, _ in self._hosts]))

@@ -313,7 +313,7 @@ class Training:
         """Check that everything is as in the twin after the same pieces by hand."""
         view = view_of(self.twin, self.twin.batch(number))
         now = self.state()
-        check_covered([*result.partition, *result.skipped], view.length, where)
+        check_covered(result.partition, view.length, where)
         start.streams.restore()
         loss = accumulate(self.twin, view, result.partition)
         wanted = State.of(self.twin.leaves(), self.twin.model)

@@ -122,7 +122,7 @@ class Loop(Call):
 
     def judge(self, product: Any, start: State, end: State) -> float:
         whole = whole_batch(self.target)
-        check_covered([*product.partition, *product.skipped], whole[-1][1])
+        check_covered(product.partition, whole[-1][1])
         same = reference(self.target, whole if self.case.whole else product.partition)
         worst = error_of(end.grads, same.grads)
         if self.case.separable:
@@ -147,11 +147,7 @@ class Backward(Loop):
         return self.backward()
 
     def judge(self, product: Any, start: State, end: State) -> float:
-        if (
-            product.outputs is not None
-            and not product.skipped
-            and self.target.name != "edited_batch"
-        ):
+        if product.outputs is not None and self.target.name != "edited_batch":
             same = torch.equal(product.outputs, next(iter(tensors_in(self.batch))))
             demand(same, f"outputs are not those of the batch with {product.partition}")
         return super().judge(product, start, end)

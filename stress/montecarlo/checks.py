@@ -38,10 +38,8 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tens
         scores.append(scored.detach())
         return found
 
-    def weigh(start: int, stop: int) -> dict[str, float] | None:
-        weights = weights_of(counts, start, stop, plan.reduction)
-        demand(weights is not None, f"samples {start}:{stop} were run, and nothing in them counts")
-        return weights
+    def weigh(start: int, stop: int) -> dict[str, float]:
+        return weights_of(counts, start, stop, plan.reduction)
 
     wide = torch.float32 if plan.half else None
     scale = SCALE if plan.scaler else 1.0
@@ -52,19 +50,12 @@ def accumulate(setup: Setup, batch: Any, pieces: Partition) -> tuple[float, Tens
 
 def check_partition(plan: Plan, result: StepResult, batch: Any, where: str) -> None:
     """Check that the pieces cover the batch once, in its order, and keep to the options."""
-    counts = counts_by_hand(plan, batch)
-    ranges = sorted([*result.partition, *result.skipped])
-    check_covered(ranges, plan.samples, where)
+    check_covered(result.partition, plan.samples, where)
     demand(
         list(result.partition) == sorted(result.partition),
         f"{where}pieces are not in the batch's order: {result.partition}",
     )
-    for start, stop in result.skipped:
-        demand(
-            not any(any(own[start:stop]) for own in counts.values()),
-            f"{where}samples {start}:{stop} count and were skipped",
-        )
-    for start, stop in ranges:
+    for start, stop in result.partition:
         piece = f"{where}the piece {start}:{stop}"
         demand(
             stop - start >= min(plan.minimum, plan.samples),
@@ -90,9 +81,7 @@ def check_result(
     twin, whole = before.twin(), before.twin()
     start.streams.restore()
     loss, scores = accumulate(twin, mapped(batch, torch.clone), result.partition)
-    worst = error_of(
-        real.grads(), _with_zeros(twin.grads(), real.grads(), left_out=bool(result.skipped))
-    )
+    worst = error_of(real.grads(), _with_zeros(twin.grads(), real.grads()))
     demand(
         worst <= TOLERANCE, f"{where}gradient off by {worst:.3g} over the pieces {result.partition}"
     )
@@ -102,28 +91,22 @@ def check_result(
     _check_outputs(plan, result.outputs, scores, where)
     if plan.separable:
         accumulate(whole, mapped(batch, torch.clone), [(0, plan.samples)])
-        # A piece of samples that count nothing is left out, and with it all that only they reach.
-        error = error_of(
-            _with_zeros(real.grads(), whole.grads(), left_out=True), whole.grads(), floor=FLOOR
-        )
+        error = error_of(_with_zeros(real.grads(), whole.grads()), whole.grads(), floor=FLOOR)
         demand(error <= TOLERANCE, f"{where}gradient off by {error:.3g} from the whole batch's")
         worst = max(worst, error)
     now.streams.restore()
     return worst
 
 
-def _with_zeros(
-    grads: list[Tensor | None], others: list[Tensor | None], *, left_out: bool
-) -> list[Tensor | None]:
-    """Return gradients, with zeros for none where samples that count nothing were left out.
+def _with_zeros(grads: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients, with zeros for none where the other side has zeros.
 
-    Beside others they add zeros to leaves that only they reach.
+    Samples that count nothing run no backward in a piece of their own. Beside others they add zeros
+    to leaves that only they reach.
     """
     pairs = zip(grads, others, strict=True)
     return [
-        torch.zeros_like(b)
-        if left_out and a is None and b is not None and not b.to_dense().any()
-        else a
+        torch.zeros_like(b) if a is None and b is not None and not b.to_dense().any() else a
         for a, b in pairs
     ]
 

@@ -30,8 +30,8 @@ def view_of(subject: Subject, batch: Any) -> Samples:
 def add_up(
     terms: Callable[[int, int], Mapping[Any, Tensor]],  # runs a piece and gives its losses by name
     pieces: Partition,
-    # the weight of each loss of a piece; None leaves the piece out
-    weigh: Callable[[int, int], Mapping[Any, float] | None],
+    # the weight of each loss of a piece
+    weigh: Callable[[int, int], Mapping[Any, float]],
     leaves: Iterable[Tensor] = (),
     *,
     # the type in which the leaves' gradients are summed, where it is another
@@ -48,13 +48,13 @@ def add_up(
     total = 0.0
     for start, stop in pieces:
         weights = weigh(start, stop)
-        if weights is None:
-            continue
         parts = [
             (term.float() if term.dtype in HALF else term) * weights[name]
             for name, term in terms(start, stop).items()
             if weights[name]
         ]
+        if not parts:  # nothing in the piece counts: it runs forward only
+            continue
         loss = sum(parts[1:], parts[0])
         total += float(loss.detach())
         if not backward:
@@ -108,17 +108,18 @@ def accumulate(
 
 def weights_of(
     counts: Mapping[Any, Sequence[Fraction]], start: int, stop: int, reduction: str
-) -> dict[Any, float] | None:
-    """Return the weight of each loss of a piece; None where nothing in the piece counts.
+) -> dict[Any, float]:
+    """Return the weight of each loss of a piece.
 
-    A mean weighs as its share of the batch's terms. A sum weighs 1, or 0 where it has no term.
+    A mean weighs as its share of the batch's terms, 0 where it has none. A sum weighs 1.
     """
-    own = {name: sum(each[start:stop], Fraction(0)) for name, each in counts.items()}
-    if not any(own.values()):
-        return None
     if reduction == "sum":
-        return {name: float(part > 0) for name, part in own.items()}
-    return {name: float(part / sum(counts[name], Fraction(0))) for name, part in own.items()}
+        return dict.fromkeys(counts, 1.0)
+    shares = {}
+    for name, each in counts.items():
+        total = sum(each, Fraction(0))
+        shares[name] = float(sum(each[start:stop], Fraction(0)) / total) if total else 0.0
+    return shares
 
 
 def joined(embeddings: Sequence[Any]) -> Any:
@@ -128,10 +129,7 @@ def joined(embeddings: Sequence[Any]) -> Any:
 
 
 def check_covered(pieces: Iterable[tuple[int, int]], length: int, where: str = "") -> None:
-    """Raise a WrongOutcomeError unless the pieces of a batch hold each sample once.
-
-    Skipped pieces are among them.
-    """
+    """Raise a WrongOutcomeError unless the pieces of a batch hold each sample once."""
     ranges = sorted(pieces)
     covered = [start for start, _ in ranges] + [length] == [0, *(stop for _, stop in ranges)]
     demand(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from elastic_mbs import ElasticMBS
 from elastic_mbs.batch.counts import Counts
-from elastic_mbs.batch.loss_terms import read_losses
+from elastic_mbs.batch.loss_terms import check_graph, read_losses
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import UsageError
 
@@ -64,12 +64,13 @@ def _read_by_the_product(subject: Subject, batch: Any) -> Subject:
     Its errors name the way out, and the reference's do not.
     """
     count = subject.options.get("count")
-    counts = Counts.read(count, BatchView(batch, subject.options.get("dims")))
+    view = BatchView(batch, subject.options.get("dims"))
+    counts = Counts.read(count, view, subject.options.get("reduction", "mean"))
 
     def loss_fn(piece: Any) -> Any:
         value = subject.loss_fn(piece)
         if subject.over is None:
-            read_losses(value, counts.names)
+            check_graph(read_losses(value, counts.names)[0])
         return value
 
     return replace(subject, loss_fn=loss_fn)

@@ -251,13 +251,9 @@ class Session:
         size = result.micro_batch_size
         replayed = result.replayed_samples
         view = view_of(self.subject, batch)
-        partition, skipped = (
-            [list(piece) for piece in pieces] for pieces in (result.partition, result.skipped)
-        )
+        partition = [list(piece) for piece in result.partition]
         figures = (view.length, view.elements, size, partition, replayed, loss, norm)
-        return Step(
-            step, began, capacity, others, peak, *figures, lowest=timeline.lowest, skipped=skipped
-        )
+        return Step(step, began, capacity, others, peak, *figures, lowest=timeline.lowest)
 
     def _run_piece(self, piece: Any) -> Any:
         """Run the loss function.

@@ -50,10 +50,6 @@ def test_the_weights_of_any_split_are_its_shares_and_add_up_to_one(
     added = 0.0
     for (start, stop), terms in zip(ranges, exact, strict=True):
         weights, share = counts.weights(start, stop), float(Fraction(terms) / sum(exact))
-        if share == 0:
-            assert weights is counts.weights(start, stop, reduction="sum") is None
-            continue
-        assert weights is not None
         assert weights[None] == share, "correctly rounded"
         assert counts.weights(start, stop, reduction="sum") == {None: 1.0}
         added += weights[None]
@@ -67,7 +63,7 @@ def test_samples_count_one_each_and_a_mask_what_is_true() -> None:
         assert counts.weights(16, 17) == {None: 1 / 17}, (
             "a division by the number of pieces would give 1/2"
         )
-        assert counts.weights(2, 2) is None
+        assert counts.weights(2, 2) == {None: 0.0}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,7 @@ def test_any_vector_of_numbers_is_read_and_keeps_whole_numbers_whole(vector: Any
     assert isinstance(counts.total, float) == any(
         "float" in str(getattr(value, "dtype", type(value))) for value in vector
     )
-    assert counts.weights(1, 2) is None
+    assert counts.weights(1, 2) == {None: 0.0}
     assert counts.weights(2, 3) == {None: 0.6}
 
 
@@ -108,9 +104,22 @@ def test_losses_by_name_have_counts_by_name() -> None:
     assert counts.total == {"mlm": 8, "nsp": 3, "aux": 1.0}
     assert counts.weights(0, 1) == {"mlm": 0.0, "nsp": 1 / 3, "aux": 0.0}
     assert counts.weights(0, 2) == {"mlm": 0.25, "nsp": 2 / 3, "aux": 0.5}
-    assert counts.weights(0, 1, reduction="sum") == {"mlm": 0.0, "nsp": 1.0, "aux": 0.0}
-    named = Counts.read({"mlm": lambda batch: [0, 2], "aux": lambda batch: [0, 1]}, view_of(2))
-    assert named.weights(0, 1) is None
+    assert counts.weights(0, 1, reduction="sum") == {"mlm": 1.0, "nsp": 1.0, "aux": 1.0}
+    assert not counts.void
+
+
+def test_of_several_losses_some_may_have_no_term_in_the_whole_batch() -> None:
+    count = {"boxes": lambda batch: [0, 0], "labels": lambda batch: [1, 3]}
+    counts = Counts.read(count, view_of(2))
+    assert counts.total == {"boxes": 0, "labels": 4}
+    assert set(counts.void) == {"boxes"}
+    assert counts.weights(0, 1) == {"boxes": 0.0, "labels": 0.25}
+    none = {"boxes": count["boxes"], "masks": count["boxes"]}
+    with pytest.raises(CountError, match="each function of count is zero for all 2 samples"):
+        Counts.read(none, view_of(2))
+    # a sum over nothing is 0, so there is nothing to refuse
+    for found in (none, count["boxes"]):
+        assert Counts.read(found, view_of(2), "sum").void
 
 
 @pytest.mark.parametrize(
@@ -120,8 +129,6 @@ def test_losses_by_name_have_counts_by_name() -> None:
         ([1.0, 2.0, float("nan")], "count of sample 2 is nan: counts are finite"),
         ([1, float("inf"), 1], "count of sample 1 is inf: counts are finite"),
         (torch.tensor([1.0, float("-inf"), 1.0]), "count of sample 1 is -inf"),
-        ([0, 0, 0], r"count is zero for all 3 samples.*\(is every label ignored\?\)"),
-        (torch.zeros(3), "count is zero for all 3 samples"),
         (
             [1, 2],
             "count returned 2 counts for a batch of 3 samples: it must return one count per sample",
@@ -164,6 +171,13 @@ def test_counts_that_make_no_sense_are_named(values: Any, message: str) -> None:
     if not isinstance(values, dict):
         with pytest.raises(CountError, match=message.replace("count", r"count\['mlm'\]", 1)):
             Counts.read({"nsp": None, "mlm": lambda batch: values}, view_of(3))
+
+
+@pytest.mark.parametrize("values", [[0, 0, 0], torch.zeros(3)])
+def test_a_mean_over_no_term_in_the_whole_batch_is_refused(values: Any) -> None:
+    message = r"count is zero for all 3 samples.*\(is every label ignored\?\)"
+    with pytest.raises(CountError, match=message):
+        read(values, 3)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +250,7 @@ def terms(counter: Any, view: BatchView) -> list[float]:
     """Return the labels of each sample, as the weights show them."""
     counts = Counts.read(counter, view)
     assert isinstance(counts.total, int)
-    shares = [counts.weights(i, i + 1) or {None: 0.0} for i in range(view.length)]
+    shares = [counts.weights(i, i + 1) for i in range(view.length)]
     return [round(share[None] * counts.total) for share in shares]
 
 
@@ -322,7 +336,7 @@ def counted(values: list[int]) -> Counts:
 
 
 @given(st.data())
-def test_every_sample_is_handed_out_or_skipped_once(
+def test_every_sample_is_handed_out_once_whether_it_counts_or_not(
     data: st.DataObject,
 ) -> None:
     values = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=40).filter(any))
@@ -341,11 +355,8 @@ def test_every_sample_is_handed_out_or_skipped_once(
         size = data.draw(st.sampled_from([size, size, 2 * size, max(1, size // 2)]))
     assert not schedule
     assert schedule.missing() == []
-    samples = [
-        sample for start, stop in [*done, *schedule.skipped] for sample in range(start, stop)
-    ]
+    samples = [sample for start, stop in done for sample in range(start, stop)]
     assert sorted(samples) == list(range(len(values)))
-    assert all(not any(values[start:stop]) for start, stop in schedule.skipped)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 4), st.integers(1, 4))
@@ -369,12 +380,11 @@ def test_a_piece_that_failed_comes_before_the_others() -> None:
     assert [(p.start, p.stop) for p in again if p is not None] == [(0, 2), (2, 4), (4, 6)]
 
 
-def test_a_restart_forgets_what_was_handed_out_and_skipped() -> None:
+def test_a_restart_forgets_what_was_handed_out() -> None:
     schedule = Schedule(counted([0, 1, 1]))
+    assert schedule.next(1) == Range(0, 1, {None: 0.0})
     assert schedule.next(1) == Range(1, 2, {None: 0.5})
-    assert schedule.skipped == [(0, 1)]
     schedule.restart()
-    assert schedule.skipped == []
     assert [(r.start, r.stop) for r in schedule.missing()] == [(0, 3)]
 
 

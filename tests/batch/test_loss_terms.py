@@ -5,13 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, MemoryOptions, Policy
-from elastic_mbs.batch.loss_terms import Terms, read_losses, weighted_sum
-from elastic_mbs.errors import LossError
+from elastic_mbs.batch.loss_terms import (
+    Terms,
+    check_graph,
+    read_losses,
+    weighted_sum,
+    without_void,
+)
+from elastic_mbs.errors import CountError, LossError
 from tests.helpers.steps import elastic, mlp, pairs, there, through
 
 pytestmark = pytest.mark.injectable
@@ -102,11 +108,11 @@ def test_losses_with_names_are_found_beside_outputs(value: Any, outputs: Any) ->
         (torch.ones(0, requires_grad=True), None, r"the loss has shape \(0,\)"),
         (torch.tensor(3), None, "the loss has dtype torch.int64"),
         (torch.tensor(1j, requires_grad=True), None, "the loss has dtype torch.complex64"),
-        (torch.tensor(1.0), None, "has no graph.*no_grad"),
         (LOSS, ("a", "b"), r"count= is a dict with the names \['a', 'b'\].*not a Tensor"),
         ({"a": LOSS, "c": LOSS}, ("a", "b"), r"missing \['b'\], without a count \['c'\]"),
         ({"a": torch.ones(2, requires_grad=True)}, ("a",), r"the loss 'a' has shape \(2,\)"),
-        ({"a": torch.tensor(1.0), "b": torch.tensor(1.0)}, ("a", "b"), "has no graph"),
+        ([LOSS, LOSS], None, r"a list whose entries 0 and 1 are both scalars with a graph"),
+        ((LOSS, "logits", LOSS), None, r"a tuple whose entries 0 and 2 are both scalars"),
     ],
 )
 def test_what_is_no_loss_is_refused_with_what_was_found(
@@ -114,6 +120,37 @@ def test_what_is_no_loss_is_refused_with_what_was_found(
 ) -> None:
     with pytest.raises(LossError, match=message):
         read_losses(value, names)
+
+
+@pytest.mark.parametrize("terms", [{None: torch.tensor(1.0)}, dict.fromkeys("ab", torch.ones(()))])
+def test_losses_none_of_which_has_a_graph_are_refused(terms: Terms) -> None:
+    with pytest.raises(LossError, match=r"has no graph.*no_grad"):
+        check_graph(terms)
+
+
+@pytest.mark.parametrize(
+    ("values", "weights"),
+    [
+        # 0/0 beside a loss that has terms; a sum over nothing; a function that guards its division
+        ({"boxes": float("nan"), "labels": 2.0}, {"boxes": 0.0, "labels": 1.0}),
+        ({"boxes": 0.0, "labels": 2.0}, {"boxes": 1.0, "labels": 1.0}),
+        ({"boxes": 0.25, "labels": float("nan")}, {"boxes": 1.0, "labels": 1.0}),
+        ({"boxes": float("inf"), "labels": 2.0}, "the loss 'boxes' is inf"),
+        ({"boxes": float("-inf"), "labels": 2.0}, "the loss 'boxes' is -inf"),
+        ({"boxes": float("nan")}, r"divide by \(mbs.total\['boxes'\] or 1\)"),
+    ],
+)
+def test_a_sum_without_a_term_in_the_batch_counts_unless_it_is_0_by_0(
+    values: dict[str, float], weights: Any
+) -> None:
+    terms: Terms = {name: scalar(value) for name, value in values.items()}
+    ones: dict[str | None, float] = dict.fromkeys(terms, 1.0)
+    if isinstance(weights, dict):
+        assert without_void(terms, ones, {"boxes"}) == weights
+        assert without_void(terms, {**ones, "boxes": 0.0}, {"boxes"})["boxes"] == 0
+        return
+    with pytest.raises(CountError, match=weights):
+        without_void(terms, ones, {"boxes"})
 
 
 @given(
@@ -124,10 +161,7 @@ def test_what_is_no_loss_is_refused_with_what_was_found(
 def test_the_sum_and_its_gradient_are_weighted(terms: list[tuple[float, float]]) -> None:
     leaves: Terms = {str(i): scalar(value) for i, (value, _) in enumerate(terms)}
     weights: dict[str | None, float] = {str(i): weight for i, (_, weight) in enumerate(terms)}
-    if not any(weights.values()):
-        with pytest.raises(LossError, match="count 0"):
-            weighted_sum(leaves, weights)
-        return
+    assume(any(weights.values()))
     total = weighted_sum(leaves, weights)
     total.backward()
     assert total.item() == pytest.approx(
@@ -160,8 +194,9 @@ def test_a_counted_term_without_a_graph_adds_its_loss_and_no_gradient() -> None:
     x, labelled = torch.randn(4, 3, dtype=torch.float64), [0, 0, 1, 1]
 
     def loss_fn(batch: dict[str, Any]) -> dict[str, Tensor]:
+        labelled = torch.tensor(batch["labelled"], dtype=torch.float64)
         return {
-            "labelled": model(batch["x"]).mean(),
+            "labelled": (model(batch["x"])[:, 0] * labelled).sum() / labelled.sum(),
             "constant": torch.tensor(2.0, dtype=torch.float64),
         }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from elastic_mbs import cut
-from elastic_mbs.batch.join import PerPiece, join
+from elastic_mbs.batch.join import Apart, PerPiece, join
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError
 from tests.helpers.batches import Encoding, Named, rows, splits
@@ -289,7 +289,7 @@ def test_a_place_that_once_was_no_samples_never_is_again(
     assert isinstance(again["matrix"], PerPiece)
     assert len(again["scores"]) == 8
     # rows of another shape: another batch may be joined
-    padded = join([make((4, 2)), make((4, 3))], [4, 4], per_piece)
+    padded = join([make((4, 2)), make((4, 3))], [4, 4], per_piece, pad=Apart.APART)
     assert isinstance(padded, PerPiece)
     assert len(join([make((4, 2))] * 2, [4, 4], per_piece)) == 8
 
@@ -349,7 +349,7 @@ def test_values_per_piece_have_their_mean_and_sum_over_the_samples() -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        [torch.zeros(3, 4), torch.zeros(2, 5)],  # padded per piece
+        [torch.zeros(3, 4), torch.zeros(2, 4, 1)],
         [torch.zeros(3), torch.zeros(2, dtype=torch.float64)],
         [torch.zeros(3), torch.zeros(2, device="meta")],
         [torch.zeros(3, 2).to_sparse(), torch.zeros(2, 2).to_sparse()],
@@ -358,7 +358,7 @@ def test_values_per_piece_have_their_mean_and_sum_over_the_samples() -> None:
         [{"a": 1}, {"a": 1, "b": 1}],
         [(1,), (1, 2)],
         [torch.Size([3, 4]), torch.Size([2, 4])],
-        [np.zeros((3, 4)), np.zeros((2, 5))],
+        [np.zeros((3, 4)), np.zeros((2, 4, 1))],
         [{1}, {2}],
         ["a", "b"],
         [3, 2],

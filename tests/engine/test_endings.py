@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ElasticMBS, GradientOptions, IncompleteBatchError, MicroBatchFloorError
+from elastic_mbs import (
+    CallDone,
+    ElasticMBS,
+    Event,
+    GradientOptions,
+    IncompleteBatchError,
+    MicroBatchFloorError,
+)
 from tests.helpers.steps import (
     FailOn,
     cross_entropy,
@@ -161,6 +168,23 @@ def test_memory_that_runs_out_after_a_close_inside_the_block_ends_as_it_is(
         else:
             mbs.backward(step, pairs())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_sink_that_raises_after_the_batch_is_told_that_the_gradient_is_whole(
+    door: int, error: type[BaseException]
+) -> None:
+    model, batch = mlp(), pairs()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, CallDone):
+            raise error("mine")
+
+    mbs = elastic(model, micro_batch_size=4, on_event=listen)
+    with pytest.raises(error, match="mine") as caught:
+        through(door, mbs, cross_entropy(model), batch)
+    assert any("its gradient is whole" in note for note in caught.value.__notes__)
+    assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
 
 
 def test_a_backward_inside_the_forward_that_runs_out_leaves_nothing_alive() -> None:

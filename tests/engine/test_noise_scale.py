@@ -163,7 +163,7 @@ def test_pieces_that_count_nothing_are_pieces_all_the_same() -> None:
     result = elastic(model, micro_batch_size=3, noise_scale=10, count=count_tokens(1)).backward(
         cross_entropy(model), (x, y)
     )
-    assert result.skipped == ((3, 6),)
+    assert result.partition == ((0, 3), (3, 6), (6, 9))
     model.zero_grad()
     wanted = by_hand(
         model,

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MicroBatchFloorError, count_tokens, cut
+from elastic_mbs import (
+    ElasticMBS,
+    GradientOptions,
+    MemoryBudget,
+    MicroBatchFloorError,
+    count_tokens,
+    cut,
+)
 from elastic_mbs.integrations.lightning import ElasticCallback
 from elastic_mbs.testing import InjectOOM
 from elastic_mbs.testing.faults import RandomFaults
@@ -454,3 +461,26 @@ def test_both_sides_of_the_diff_of_the_page_train_the_same() -> None:
         )
         found.append(Run(names["trainer"], names["module"], []).outcome())
     check_same(found[1], found[0])
+
+
+class Contrastive(Net):
+    """Compares the samples of a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        features = functional.normalize(self(batch), dim=1)
+        among = functional.cross_entropy(features @ features.T, torch.arange(len(features)))
+        return {**output, "loss": output["loss"] + among}
+
+
+@pytest.mark.verifies
+def test_a_split_step_is_compared_once_beside_the_logs(caplog: pytest.LogCaptureFixture) -> None:
+    runs = [
+        fit(Net(fits=FITS), callbacks=[ElasticCallback(gradients=GradientOptions(verify=verify))])
+        for verify in ("error", "off")
+    ]
+    check_same(*(run.outcome() for run in runs))
+    fit(Contrastive(fits=FITS), callbacks=[ElasticCallback()])
+    found = [each for each in caplog.messages if "do not make up the loss of" in each]
+    assert len(found) == 1
+    assert "the loss of Contrastive.training_step" in found[0]

@@ -318,11 +318,13 @@ def test_a_batch_that_hides_a_mistake_is_not_the_last_one_compared(
     assert all(each.grad is None for each in made.model.parameters())
 
 
-def test_a_loss_that_draws_random_numbers_is_not_compared(tmp_path: Any) -> None:
+def test_a_loss_that_draws_random_numbers_is_compared_with_equal_draws(tmp_path: Any) -> None:
     def noisy(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
         return (outputs.logits * torch.randn_like(outputs.logits)).square().mean()
 
-    make(tmp_path, loss=noisy).train()
+    make(tmp_path, loss=noisy, elastic={"count": None}).train()
+    with pytest.raises(UsageError, match="is a mean over samples, and count= counts something"):
+        make(tmp_path, loss=noisy).train()
 
 
 def test_a_batch_without_labels_adds_nothing(tmp_path: Any) -> None:

@@ -187,6 +187,28 @@ def test_outputs_come_to_the_host() -> None:
     assert torch.equal(result.outputs, batch() * 2)
 
 
+@pytest.mark.parametrize("size", [16, 4])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_small_outputs_of_a_batch_on_the_device_stay_there(size: int, enabled: bool) -> None:
+    # code that has moved its batch to the device compares the outputs with it
+    model, x = network(), batch().to(DEVICE)
+
+    def loss_fn(piece: Tensor) -> Any:
+        return model(piece).square().mean(), {"same": piece * 1, "n": piece.new_ones(())}
+
+    mbs = ElasticMBS(model, micro_batch_size=size, policy=FIXED, memory=QUIET, enabled=enabled)
+    with mbs:
+        outputs = mbs.backward(loss_fn, x).outputs
+        assert bool((outputs["same"] == x).all())
+        assert {value.device for value in outputs["n"]} == {DEVICE}
+        assert mbs.evaluate(lambda piece: piece * 1, x).device == DEVICE
+        assert mbs.evaluate(lambda piece: piece * 1, x, outputs="cpu").device.type == "cpu"
+        wide = torch.ones(1, 132_000, dtype=torch.float64, device=DEVICE)
+        large = mbs.evaluate(lambda piece: piece[:, :1] * wide, x)  # 16.1 MiB for the batch
+        assert large.device.type == "cpu"
+        assert mbs.evaluate(lambda piece: piece.to(DEVICE) * 1, batch()).device.type == "cpu"
+
+
 def test_without_figures_of_memory_no_size_grows() -> None:
     reading = sensor_for(DEVICE)[0].read()
     assert isinstance(reading, Unavailable)

@@ -173,7 +173,6 @@ class Result(float):
     """The result of a call: a loss over one piece."""
 
     partition = ((0, small_models.SAMPLES),)
-    skipped = ()
 
 
 @pytest.fixture

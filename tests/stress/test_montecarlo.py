@@ -323,7 +323,7 @@ def test_a_minute_bound_ends_the_run_early(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_zeros_of_samples_that_do_not_count_are_no_wrong_gradient() -> None:
-    # An expert that only such samples reach has no gradient where they are skipped, and zeros where
+    # An expert that only such samples reach has no gradient where they are alone, and zeros where
     # a failed attempt had them beside others.
     case = {
         "seed": 681276007,

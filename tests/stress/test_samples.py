@@ -112,7 +112,8 @@ def test_weights_of_every_built_in_step_are_those_of_the_product(name: str, redu
     case = build(name)
     batch, count = case.batch(0), case.options.get("count")
     view = view_of(case, batch)
-    mine, other = counts_of(count, view), Counts.read(count, product_of(batch, case.options))
+    mine = counts_of(count, view)
+    other = Counts.read(count, product_of(batch, case.options), reduction)
     for start in range(view.length):
         for stop in range(start + 1, view.length + 1):
             assert weights_of(mine, start, stop, reduction) == other.weights(start, stop, reduction)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from elastic_mbs.batch.containers import Path, Role, kind_of, map_tensors
-from elastic_mbs.batch.join import Order, join
+from elastic_mbs.batch.join import Order, Pad, join
 from elastic_mbs.device import accelerator_of
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import oom
@@ -37,7 +37,6 @@ class StepResult:
             batch may hold more: as many elements as this number of its longest samples.
         ooms: out-of-memory errors survived in this call.
         replayed_samples: samples that were run again.
-        skipped: ranges that were not run because all their counts are zero; they have no outputs.
         noise_scale: the gradient noise scale up to this call, where `GradientOptions(noise_scale=)`
             wants it; None before the first estimate.
         order: with `pieces="by_length"`, the batch's samples in the order in which they were cut;
@@ -48,14 +47,16 @@ class StepResult:
     micro_batch_size: int
     ooms: int = 0
     replayed_samples: int = 0
-    skipped: tuple[tuple[int, int], ...] = ()
     noise_scale: NoiseScale | None = field(default=None, repr=False)
     order: tuple[int, ...] | None = field(default=None, repr=False)
     _lengths: Sequence[int] = field(default=(), repr=False)  # of the samples in that order
     _losses: tuple[Tensor, ...] = field(default=(), repr=False)  # of the pieces, weighted
+    # of each name, those of the pieces, weighted by its own count
+    _named: Mapping[str, Sequence[Tensor]] = field(default_factory=dict, repr=False)
     # of the pieces, until they are read
     _outputs: list[StoredOutput | None] = field(default_factory=list, repr=False)
     _per_piece: set[Path] | None = field(default=None, repr=False)  # see `join`
+    _pad: Pad = field(default=None, repr=False)
     _joined: Any = field(default=None, repr=False)
 
     @property
@@ -64,17 +65,29 @@ class StepResult:
 
         Only a read of its value waits for the device.
         """
-        if not self._losses:
-            return torch.zeros(())
-        if len(self._losses) > 1:
-            losses, last = self._losses, self._losses[-1]
-            total = oom.retry(
-                "add up the losses",
-                lambda: torch.stack([loss.to(last.dtype) for loss in losses]).sum(),
-                {last.device},
-            )
-            self._losses = (total,)
+        if len(self._losses) != 1:
+            self._losses = (_sum(self._losses),)
         return self._losses[0]
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """The losses of the whole batch by name, where `count` is a dict; else an empty dict.
+
+        Each is weighed by its own count, so they add up to `loss`. One that has no term in the
+        batch is 0.
+        """
+        self._named = {
+            name: each if len(each) == 1 else (_sum(each),) for name, each in self._named.items()
+        }
+        return {name: each[0] for name, each in self._named.items()}
+
+    def item(self) -> float:
+        """Return the loss as a number, as a tensor does; waits for the device."""
+        return float(self)
+
+    def detach(self) -> Tensor:
+        """Return the loss as a tensor, which has no graph anyway."""
+        return self.loss
 
     def __float__(self) -> float:
         """Return the loss as a number; waits for the device."""
@@ -113,8 +126,13 @@ class StepResult:
 
     @property
     def outputs(self) -> Any:
-        """The values that `loss_fn` returned besides the loss, in the batch's order, or None."""
+        """The values that `loss_fn` returned besides the loss, in the batch's order, or None.
+
+        Raises:
+            UsageError: the pieces differ in width, and `pad` does not say what fills them up.
+        """
         if self._outputs:
+            _gather(self._outputs)
             lengths = [stop - start for start, stop in self.partition]
             with on_host(all(stored is None or stored.on_host for stored in self._outputs)):
                 order = (
@@ -127,11 +145,24 @@ class StepResult:
                     lengths,
                     self._per_piece,
                     order,
+                    self._pad,
                 )
             self._outputs = []
         elif isinstance(self._joined, StoredOutput):
             self._joined = self._joined.get()
         return self._joined
+
+
+def _sum(losses: Sequence[Tensor]) -> Tensor:
+    """Return the sum of scalars, on the device and in the type of the last one."""
+    if not losses:
+        return torch.zeros(())
+    last = losses[-1]
+    return oom.retry(
+        "add up the losses",
+        lambda: torch.stack([loss.to(last.dtype) for loss in losses]).sum(),
+        {last.device},
+    )
 
 
 def loss_on_host(result: StepResult) -> float | None:
@@ -147,9 +178,10 @@ def of_batch(result: StepResult, loss: Tensor, stored: StoredOutput | None) -> S
     return replace(result, _losses=(loss,), _outputs=[], _joined=stored)
 
 
-def with_loss(result: StepResult, loss: Tensor) -> StepResult:
-    """Return the same result with the loss of all ranks' samples."""
-    return replace(result, _losses=(loss,))
+def with_losses(result: StepResult, loss: Tensor, named: Mapping[str, Tensor]) -> StepResult:
+    """Return the same result with the losses of all ranks' samples."""
+    each = {name: (value,) for name, value in named.items()}
+    return replace(result, _losses=(loss,), _named=each)
 
 
 def stored_bytes(result: StepResult) -> int:
@@ -193,20 +225,77 @@ def add_to(stats: Stats, result: StepResult, samples: int, *, training: bool) ->
         stats.sizes[size] = stats.sizes.get(size, 0) + 1
 
 
+SMALL = 16 * 2**20
+"""Bytes of a batch's outputs that may stay where they are made, without being asked for."""
+
+
+@dataclass(slots=True)
+class Near:
+    """The place of outputs that stay with their batch: on its device where they are small.
+
+    Small is what would be small for the whole batch, so the place does not depend on the split.
+
+    Attributes:
+        tensors: those of the batch, as the user has given it.
+        samples: how many it has.
+    """
+
+    tensors: Sequence[Tensor]
+    samples: int
+    _on_device: bool | None = None  # until the first output is stored
+
+    @property
+    def on_device(self) -> bool:
+        """True if the batch lies on an accelerator."""
+        if self._on_device is None:
+            self._on_device = any(tensor.device.type != "cpu" for tensor in self.tensors)
+        return self._on_device
+
+
+Place = Literal["cpu", "device"] | Near | None
+
+
+def place_of(outputs: OutputPlace, tensors: Sequence[Tensor], samples: int) -> Place:
+    """Return the place of the outputs of a batch of these tensors."""
+    return Near(tensors, samples) if outputs == "auto" else outputs
+
+
 class StoredOutput:
-    """Outputs of a piece, detached. On request they are copied to the host.
+    """Outputs of a piece, detached. Where it is wanted they are copied to the host.
 
     Storing does not wait for the copy, `get` does.
     """
 
-    def __init__(self, value: Any, place: OutputPlace) -> None:
-        self.on_host = place == "cpu"
+    def __init__(self, value: Any, place: Place, samples: int = 1) -> None:
+        """Store outputs.
+
+        Args:
+            value: any objects, with tensors in them.
+            place: where they are kept.
+            samples: of the piece.
+        """
+        near = place if isinstance(place, Near) and place.on_device else None
+        self.on_host = near is None and place != "device"
         self.nbytes = 0  # of their dense tensors
+        self._samples = samples
+        self._rows = 0  # bytes of those with a row per sample
         # of the last copy from each device that the host did not wait for
         self._events: dict[torch.device, torch.Event] = {}
         # by their address, with their versions: those that stay in memory of the function's
         self.kept: dict[int, tuple[Tensor, int]] = {}
-        self._value = map_outputs(value, self._to_host if place == "cpu" else self._where_it_is)
+        self._value = map_outputs(value, self._to_host if self.on_host else self._where_it_is)
+        if near is not None:
+            others = (self.nbytes - self._rows) * near.samples  # as if there was one per sample
+            if self._rows * near.samples // samples + others > SMALL:
+                self.to_host()
+
+    def to_host(self) -> None:
+        """Move the outputs to the host."""
+        if not self.on_host:
+            self.on_host = True
+            self.nbytes = self._rows = 0
+            self.kept.clear()
+            self._value = map_outputs(self._value, self._to_host)
 
     def _where_it_is(self, tensor: Tensor) -> Tensor:
         if (
@@ -222,6 +311,8 @@ class StoredOutput:
         # the size of others is not known
         if tensor.layout is torch.strided and not tensor.is_nested:
             self.nbytes += tensor.nbytes
+            if tensor.ndim and tensor.shape[0] == self._samples:
+                self._rows += tensor.nbytes
         return tensor.detach()
 
     def _to_host(self, tensor: Tensor) -> Tensor:
@@ -242,6 +333,14 @@ class StoredOutput:
         for event in self._events.values():  # cuda-only
             event.synchronize()
         return self._value
+
+
+def _gather(stored: Iterable[StoredOutput | None]) -> None:
+    """Move all outputs to the host where some of them are there: they are joined."""
+    found = [each for each in stored if each is not None]
+    if any(each.on_host for each in found):
+        for each in found:
+            each.to_host()
 
 
 def check_not_overwritten(stored: list[StoredOutput | None]) -> None:

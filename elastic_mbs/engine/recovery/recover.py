@@ -179,8 +179,10 @@ def unwind(parts: CallParts, error: BaseException) -> None:
         _add_note(error, f"elastic_mbs: {lost}")
 
 
-def call_on_fatal(parts: CallParts, error: BaseException) -> None:
-    """Run the user's `on_fatal`, which can save with everything restored."""
+def tell(parts: CallParts, error: BaseException) -> None:
+    """Tell the other ranks, and the user's `on_fatal`, which can save with everything restored."""
+    if parts.batch.training:
+        parts.resources.peers.failed(error)
     try:
         on_fatal = parts.resources.settings.recovery.on_fatal
         if on_fatal is not None and isinstance(error, RecoveryError):

@@ -15,6 +15,7 @@ from elastic_mbs.batch.containers import Path
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.messages import CallOutcome, Key
 from elastic_mbs.engine.outcome.timing import Timed
+from elastic_mbs.escalation.logits import OtherLayers
 from elastic_mbs.noise_scale import Smoothed
 from elastic_mbs.options import Settings
 
@@ -39,9 +40,12 @@ class LossProfile:
     normalises_batch: bool = False
     edits_batch: bool = False  # it edits its batch in place: pieces are copies
     escalated: int = 0  # how many of `RecoveryOptions.escalate` are in use
+    # Of the linear layers, those whose output is more than the logits of a cross-entropy.
+    other_layers: OtherLayers = field(default_factory=OtherLayers)
     # Samples in the largest piece that failed and could not be cut. No piece is prefetched beside
     # one of that size.
     too_full: int = 0
+    compared: bool = False  # whole and pieces were compared, see `GradientOptions.verify`
     # Paths of outputs that come once per piece and not once per sample.
     per_piece: set[Path] = field(default_factory=set)
 
@@ -92,6 +96,10 @@ class LossProfile:
         """Record the length of a piece that failed and could not be cut."""
         self.too_full = max(self.too_full, samples)
 
+    def learn_compared(self) -> None:
+        """Record that whole and pieces are not to be compared any more."""
+        self.compared = True
+
     def escalate(self) -> None:
         """Put the next of `RecoveryOptions.escalate` in use."""
         self.escalated += 1
@@ -133,7 +141,9 @@ def names_of(fn: Callable[..., Any]) -> tuple[str, object]:
     The name is its qualified name, and limits and sizes are kept by it. The key is its code, which
     closures share.
     """
-    called: Any = getattr(fn, "func", fn)  # of a functools.partial
+    called: Any = fn
+    if not hasattr(called, "__wrapped__"):
+        called = getattr(fn, "func", fn)  # of a functools.partial
     if hasattr(called, "__wrapped__"):
         # All functions of one decorator share the decorator's code (torch.autocast).
         called = inspect.unwrap(called)

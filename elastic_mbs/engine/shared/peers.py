@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -69,6 +69,15 @@ class Peers(Protocol):
     def leave(self, why: str) -> None:
         """Leave a note for those who wait for this rank. The first note stays."""
         ...
+
+
+@contextmanager
+def quiet(peers: Peers) -> Iterator[None]:
+    """Keep the wrappers of a model quiet in a block, as they are while a step function runs."""
+    with ExitStack() as stack:
+        for hook in peers.hooks:
+            stack.enter_context(hook)
+        yield
 
 
 class Alone:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.batch.containers import map_tensors, tensors_in
-from elastic_mbs.batch.loss_terms import read_losses, weighted_sum
+from elastic_mbs.batch.loss_terms import check_graph, read_losses, weighted_sum
 from elastic_mbs.batch.schedule import Range
-from elastic_mbs.engine.outcome.result import StoredOutput
+from elastic_mbs.engine.outcome.result import Place, StoredOutput
 from elastic_mbs.errors import LossError, UsageError
-from elastic_mbs.options import OutputPlace
 from elastic_mbs.rollback.graph import walk
 
 OverEmbeddings = Callable[[Any], Any]  # the embeddings of the whole batch → the loss
@@ -34,7 +33,7 @@ class EmbeddingCache:
         loss_fn: OverEmbeddings,
         order: Sequence[int] | None,
         scaler: torch.amp.GradScaler | None,
-        outputs: OutputPlace,
+        outputs: Place,
     ) -> None:
         """Run the loss and its backward as far as the embeddings.
 
@@ -60,6 +59,7 @@ class EmbeddingCache:
         value = loss_fn(map_tensors(embeddings, leaf))
         try:
             terms, found = read_losses(value, None)
+            check_graph(terms)
         except LossError as error:
             raise LossError(
                 f"loss_fn returned no loss for the embeddings of the whole batch: {error}"

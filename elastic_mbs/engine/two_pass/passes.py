@@ -24,12 +24,14 @@ from torch import Tensor
 
 from elastic_mbs.batch.containers import map_tensors, tensors_in
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.join import Apart
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.outcome.result import (
     StepResult,
     StoredOutput,
     check_not_overwritten,
     of_batch,
+    place_of,
 )
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.passes import Pass
@@ -149,7 +151,9 @@ class TwoPasses:
         parts = self._parts
         resources, progress = parts.resources, parts.progress
         check_not_overwritten([attempt.outputs for attempt in progress.committed])
-        result = parts.report.result(progress, progress.in_order())
+        pad = resources.settings.pad
+        pad = Apart.APART if pad is None else pad  # ragged ones are refused below
+        result = parts.report.result(progress, progress.in_order(), None, pad)
         embeddings = resources.retry("join the embeddings on the device", lambda: result.outputs)
         samples = parts.batch.view.length
         _check_rows(embeddings, samples)
@@ -176,12 +180,12 @@ class TwoPasses:
         return cache
 
     def _run_loss(self, embeddings: Any) -> EmbeddingCache:
-        settings, by_length = self._parts.resources.settings, self._parts.batch.view.sorted
+        settings, view = self._parts.resources.settings, self._parts.batch.view
+        place = place_of(settings.outputs, view.tensors, view.length)
+        by_length = view.sorted
         order = None if by_length is None else by_length.order
         with torch.enable_grad():
-            return EmbeddingCache(
-                embeddings, self._loss_fn, order, settings.scaler, settings.outputs
-            )
+            return EmbeddingCache(embeddings, self._loss_fn, order, settings.scaler, place)
 
     def _check_state(self, buffers: list[tuple[int, int]], *, modes_changed: bool) -> None:
         """Refuse a loss that has changed modes or buffers: the second pass starts from others."""
@@ -263,9 +267,7 @@ class TwoPasses:
 class Unweighted(Counts):
     """Counts of a batch whose pieces add up as they are: the loss has weighed its samples."""
 
-    def weights(
-        self, start: int, stop: int, reduction: str = "mean"
-    ) -> dict[str | None, float] | None:
+    def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float]:
         """Return the weight 1 for every piece."""
         return {None: 1.0}
 

@@ -1,0 +1,107 @@
+"""The samples that a comparison runs on: neighbours in which what can count differs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.view import BatchView
+from elastic_mbs.controller.policy import Limits
+
+MANY = 1 << 24  # elements of a tensor that is not looked at
+_SAMPLES = 4096  # that are looked at, of a batch
+
+
+class Signs:
+    """The signs by which samples differ: their counts, labels and padding.
+
+    A mean over labels is the mean over samples where all have as many of them.
+    """
+
+    def __init__(self, view: BatchView, counts: Counts, limits: Limits) -> None:
+        """Read the signs of each sample.
+
+        Args:
+            view: the batch.
+            counts: its loss terms.
+            limits: the pieces that are allowed.
+        """
+        self._counts, self._limits = counts, limits
+        self._length = min(view.length, _SAMPLES)
+        shares = [str(counts.weights(i, i + 1)) for i in range(self._length)]
+        each: list[Sequence[object]] = [shares, *_signs(view)]
+        self._signs = [signs for signs in each if len(set(signs)) > 1]
+
+    def telling(self, samples: int) -> tuple[int, int]:
+        """Return the first, and the number, of neighbours that differ in the most signs.
+
+        Args:
+            samples: how many to take, if they make two pieces at least.
+        """
+        limits = self._limits
+        count = max(2 * limits.floor, samples // limits.align * limits.align)
+        return self._best(min(count, self._length))[:2]
+
+    def fewest(self, most: int) -> tuple[int, int]:
+        """Return the first, and the number, of the fewest neighbours that tell as much as any.
+
+        Args:
+            most: how many to take at most, if they make two pieces at least.
+        """
+        start, count, told = self._best(min(2 * self._limits.floor, self._length))
+        while told < len(self._signs) and count * 2 <= min(most, self._length):
+            start, count, told = self._best(count * 2)
+        return start, count
+
+    def _best(self, samples: int) -> tuple[int, int, int]:
+        """Return the first of the neighbours that tell the most, their number, and how much."""
+        starts = range(0, self._length - samples + 1, self._limits.align)
+        told = [
+            sum(len(set(signs[at : at + samples])) > 1 for signs in self._signs)
+            if any(self._counts.weights(at, at + samples).values())
+            else -1
+            for at in starts
+        ]
+        most = max(told)
+        return starts[told.index(most)], samples, most
+
+
+def _signs(view: BatchView) -> Iterator[list[int]]:
+    """Yield a number per sample for each tensor of whole numbers or flags.
+
+    It is the label where there is one, else how many labels are padding: the value that the most
+    samples end with.
+    """
+    order = None if view.sorted is None else view.sorted.order
+    for _, tensor in view.named_tensors():
+        rows = rows_of(view, tensor)
+        if rows is None:
+            continue
+        if rows.shape[1] == 1:
+            signs = rows[:, 0].tolist()
+        else:
+            ends = Counter(rows[:, -1].tolist())
+            signs = (rows == ends.most_common(1)[0][0]).sum(1).tolist()
+        yield signs if order is None else [signs[i] for i in order]
+
+
+def rows_of(view: BatchView, tensor: Tensor) -> Tensor | None:
+    """Return a row per sample on the host of what can be labels or a mask; None for all else."""
+    dim = view.dim_of(tensor)
+    if (
+        dim is None
+        or tensor.is_complex()
+        or not 0 < tensor.numel() <= MANY
+        or tensor.ndim <= dim
+        or tensor.shape[dim] != view.length
+    ):
+        return None
+    flags = tensor.is_floating_point() and bool(((tensor == 0) | (tensor == 1)).all())
+    if tensor.is_floating_point() and not flags:
+        return None
+    with torch.no_grad():
+        return tensor.detach().movedim(dim, 0).reshape(view.length, -1).cpu()
