@@ -23,7 +23,7 @@ from elastic_mbs.distributed.buckets import Buckets
 from elastic_mbs.distributed.buffers import Buffers
 from elastic_mbs.distributed.control import VALUES, Control, Place, Retry, Row
 from elastic_mbs.distributed.wrappers import Quiet, check, check_not_joining
-from elastic_mbs.engine.outcome.result import StepResult, with_losses
+from elastic_mbs.engine.outcome.result import StepResult, has_loss, with_losses
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import (
@@ -204,10 +204,10 @@ class Replicas:
         self._refresh()
         self._check_gradients(gradients)
         self._retry(_WHAT, self._make_room)
+        typed = has_loss(result)
         losses = self._retry(_WHAT, lambda: [result.loss, *result.losses.values()])
         count = 1 + len(self._names)
-        # A rank without samples has no type.
-        like = losses[0] if result.partition else self._losses[0]
+        like = losses[0] if typed else self._losses[0]
         totals = self._retry(_WHAT, lambda: [torch.empty_like(like) for _ in range(count)])
         factor = self._agree_on_gradients()
         try:

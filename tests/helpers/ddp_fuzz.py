@@ -202,6 +202,8 @@ class Run:
             for x, used in zip(batches, both, strict=True)
             if x is not None
         ]
+        if not parts:
+            return 0.0
         loss = torch.stack(parts).sum()
         loss.backward()
         return loss.item()

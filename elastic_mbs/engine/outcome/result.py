@@ -178,6 +178,11 @@ def of_batch(result: StepResult, loss: Tensor, stored: StoredOutput | None) -> S
     return replace(result, _losses=(loss,), _outputs=[], _joined=stored)
 
 
+def has_loss(result: StepResult) -> bool:
+    """Return whether a piece had a loss: without one, the type of `loss` says nothing."""
+    return bool(result._losses)
+
+
 def with_losses(result: StepResult, loss: Tensor, named: Mapping[str, Tensor]) -> StepResult:
     """Return the same result with the losses of all ranks' samples."""
     each = {name: (value,) for name, value in named.items()}
