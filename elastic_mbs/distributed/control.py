@@ -10,7 +10,6 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -79,23 +78,24 @@ class Control:
         broken: why no meeting is possible any more, or "".
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, retry: Retry) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: float, retry: Retry
+    ) -> None:
         """Make the group for the host.
 
         Args:
             group: the ranks.
+            device: whose tensors that group sends.
             timeout: seconds that a rank waits for the others.
             retry: runs an operation of ours that can run out of memory.
         """
-        ranks = dist.get_process_group_ranks(group)
-        self.rank, self.size = dist.get_rank(group), len(ranks)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.batch = 0
         self.broken = ""
         self._timeout = timeout
         self._retry = retry
         self._gone = False
         self._waits = 0  # how often ranks have waited for each other
-        self._group = self._made(ranks)
         width = _HEAD + VALUES
         # Arrays of Python's, which are tensors for the group.
         self._own, self._all = array("d", [0.0] * width), array("d", [0.0] * width * self.size)
@@ -106,30 +106,35 @@ class Control:
         self._text = torch.frombuffer(self._words, dtype=torch.uint8)
         texts = torch.frombuffer(self._everyone, dtype=torch.uint8)
         self._texts = list(texts.view(self.size, _TEXT))
-        self._store = PrefixStore(self._nonce(), torch_private.store_of(self._group))
-
-    def _made(self, ranks: list[int]) -> dist.ProcessGroup:
-        limit = self._timeout + _SPARE
         try:
-            group: dist.ProcessGroup = dist.new_group(
-                ranks,
-                timeout=timedelta(seconds=limit),
-                backend="gloo",
-                use_local_synchronization=True,
+            self._store = PrefixStore(self._nonce(group, device), torch_private.store_of(group))
+            self._group = torch_private.gloo_group(
+                self._store, self.rank, self.size, timeout + _SPARE
             )
+        except PeerError:
+            raise
         except RuntimeError as error:
             first = next(iter(str(error).splitlines()), "")
             raise PeerError(
-                f"not all ranks have made their ElasticMBS within {limit:g} s: make it on every "
+                f"the ranks could not connect within {timeout:g} s: make the ElasticMBS on every "
                 f"rank, with the same options ({first[:160]})"
             ) from None
-        return group
 
-    def _nonce(self) -> str:
-        """Return a prefix of notes that no earlier start of the job has used."""
-        drawn = torch.tensor([int.from_bytes(os.urandom(6), "big")])
-        work = dist.broadcast(drawn, group_src=0, group=self._group, async_op=True)
+    def _nonce(self, group: dist.ProcessGroup, device: torch.device) -> str:
+        """Return a prefix of keys that no earlier start of the job has used.
+
+        The store of torchrun outlives the processes. In it are the addresses of those before.
+        """
+        drawn = torch.tensor([int.from_bytes(os.urandom(6), "big")], device=device)
+        work = dist.broadcast(drawn, group_src=0, group=group, async_op=True)
         assert work is not None
+        until = time.monotonic() + self._timeout
+        while device.type == "cpu" and not torch_private.is_over(work, LOOK):
+            if time.monotonic() > until:
+                raise PeerError(
+                    f"not all ranks have made their ElasticMBS within {self._timeout:g} s: make "
+                    "it on every rank, with the same options"
+                )
         work.wait()
         return f"elastic_mbs/{int(drawn)}"
 
@@ -191,12 +196,7 @@ class Control:
             raise PeerError(self.broken)
 
         def begin() -> dist.Work:
-            with torch_private.unseen():
-                work: dist.Work | None = dist.all_gather(
-                    everyone, mine, group=self._group, async_op=True
-                )
-            assert work is not None
-            return work
+            return torch_private.all_gather(self._group, everyone, mine)
 
         try:
             work = self._retry("meet the other ranks", begin)

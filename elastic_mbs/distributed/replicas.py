@@ -79,7 +79,7 @@ class Replicas:
         self._leaves: list[Tensor] = []  # that are summed: the same on every rank, in one order
         self._refresh()  # refuses other leaves before anybody waits
         self._buffers = Buffers(wrappers, self._ignored)
-        self._control = Control(self._group, self._timeout, retry)
+        self._control = self._connect()
         self._buckets = Buckets([])
         self._losses = torch.zeros(VALUES, dtype=torch.float64)
         self._modules: list[nn.Module] = []  # of the model, for which `_buffers` are
@@ -91,6 +91,9 @@ class Replicas:
         self._names: tuple[str, ...] = ()  # of the losses of this call
         self._met = True  # this call has had its meeting
         self._prepared = True  # this call's gradients are its alone
+
+    def _connect(self) -> Control:
+        return Control(self._group, self._model.devices()[0], self._timeout, self._retry)
 
     def _refresh(self) -> None:
         """Follow the model's trainable leaves."""
@@ -157,7 +160,7 @@ class Replicas:
         if self._control.left:  # the runtime was closed, and is used again
             batch = self._control.batch
             if not self._control.broken:
-                self._control = Control(self._group, self._timeout, self._retry)
+                self._control = self._connect()
                 self._control.batch = batch
         self._control.batch += 1
         self._met = self._named = self._prepared = False

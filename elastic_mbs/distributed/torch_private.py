@@ -5,6 +5,7 @@ tests/distributed/test_torch_private.py is the contract.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
@@ -77,7 +78,22 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return dist.distributed_c10d._world.pg_map[group][1]
 
 
-def is_over(work: dist.Work, seconds: float) -> bool:
+def gloo_group(store: Store, rank: int, size: int, seconds: float) -> ProcessGroupGloo:
+    """Return a group of gloo over the keys of a store, which no name of torch's stands before.
+
+    Raises:
+        RuntimeError: another rank did not connect.
+    """
+    return ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+
+
+def all_gather(group: ProcessGroupGloo, everyone: list[torch.Tensor], mine: torch.Tensor) -> Work:
+    """Begin to put every rank's tensor in `everyone`. No dispatch mode sees it."""
+    gather: Callable[..., Work] = group.allgather  # type: ignore[attr-defined]
+    return gather([everyone], [mine])
+
+
+def is_over(work: Work, seconds: float) -> bool:
     """Wait for a collective of gloo for some seconds; return whether it is over.
 
     Raises:

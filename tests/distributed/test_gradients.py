@@ -190,6 +190,8 @@ def sums_and_names(rank: int, world: int, options: Any) -> list[float]:
             loss = square(out) + (masked(out, whole) if "count" in options else 0.0)
             loss.backward()
             errors += [worst(model, reference), abs(result.loss.item() - loss.item())]
+            if "count" in options:
+                errors.append(abs(result.losses["some"].item() - masked(out, whole).item()))
             model.zero_grad()
             reference.zero_grad()
     return errors

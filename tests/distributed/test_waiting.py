@@ -64,6 +64,23 @@ def test_a_rank_that_hangs_is_named_after_the_time_out() -> None:
     assert max(first.value[1], third.value[1]) < TIMEOUT + 6
 
 
+def make_alone(rank: int, world: int) -> tuple[str, float]:
+    ddp = DDP(net())
+    if rank == 1:
+        time.sleep(6)
+        return "asleep", 0.0
+    began = time.monotonic()
+    found = caught(lambda: ElasticMBS(ddp, distributed=DistributedOptions(timeout=2)))
+    return found, time.monotonic() - began
+
+
+def test_a_rank_that_makes_no_runtime_is_not_waited_for_without_a_limit() -> None:
+    first, _ = run_ranks(make_alone)
+    found, seconds = first.value
+    assert found.startswith("PeerError: not all ranks have made their ElasticMBS within 2 s")
+    assert seconds < 5
+
+
 def test_a_rank_that_is_late_is_waited_for() -> None:
     outcomes = run_ranks(run_until, "late")
     assert [outcome.value[0] for outcome in outcomes] == ["no error", "no error"]

@@ -1,0 +1,73 @@
+"""A training script for torchrun: rank 1 kills itself once, and the job resumes.
+
+torchrun --nproc-per-node 2 --max-restarts 2 -m tests.helpers.ddp_train FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from elastic_mbs import DistributedOptions, ElasticMBS
+from tests.helpers.ddp import FailingBackward, data, failing, joined, net
+
+STEPS, KILLED, EVERY = 12, 7, 3
+
+
+def reference(ranks: int) -> list[float]:
+    """Return the losses of one process over the joined batches."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        loss = model(joined([data(rank, step) for rank in range(ranks)])).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main(folder: Path) -> None:
+    """Train from the last checkpoint on."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    saved, killed = folder / "checkpoint", folder / "killed"
+    first, losses = 0, list[float]()
+    if saved.exists():
+        state = torch.load(saved)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first, losses = state["step"], state["losses"]
+    ddp = DDP(model)
+    with ElasticMBS(ddp, distributed=DistributedOptions(timeout=30)) as mbs:
+        for step in range(first, STEPS):
+            if step == KILLED and rank == 1 and not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            FailingBackward.left = int(step % 2 == rank)
+            result = mbs.backward(lambda x: failing(ddp(x)).pow(2).mean(), data(rank, step))
+            losses.append(float(result))
+            mbs.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            if rank == 0 and (step + 1) % EVERY == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state | {"step": step + 1, "losses": losses}, folder / "new")
+                (folder / "new").replace(saved)
+    if rank == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
