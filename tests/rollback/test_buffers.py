@@ -89,7 +89,7 @@ def test_an_unexpected_buffer_is_named_if_an_earlier_piece_may_own_it() -> None:
     copies = learned(module)
     copies.begin_call([module])
     module.register_buffer("late", numbers(3))
-    assert copies.restore(to_call_start=False) == "Holder.late"
+    assert copies.restore(to_call_start=False) == "the buffer Holder.late"
     copies.begin_call([module])
     module.register_buffer("late", numbers(3))
     assert copies.restore(to_call_start=True) is None
@@ -101,7 +101,7 @@ def test_a_buffer_that_changes_in_place_for_the_first_time_is_named() -> None:
     copies = learned(module)
     copies.begin_call([module])
     module["count"].add_(1)
-    assert copies.restore(to_call_start=False) == "Holder.count"
+    assert copies.restore(to_call_start=False) == "the buffer Holder.count"
     copies.begin_call([module])
     assert clean_piece(copies, lambda: module["count"].add_(1), first=True)
     copies.begin_piece()
@@ -109,7 +109,7 @@ def test_a_buffer_that_changes_in_place_for_the_first_time_is_named() -> None:
     module["count"].add_(1)
     assert copies.restore(to_call_start=False) is None  # from the second piece on there is a copy
     assert module["count"].tolist() == start
-    assert copies.restore(to_call_start=True) == "Holder.count"
+    assert copies.restore(to_call_start=True) == "the buffer Holder.count"
     copies.begin_call([module])
     module["count"].add_(1)
     assert copies.restore(to_call_start=True) is None  # and from the next call on

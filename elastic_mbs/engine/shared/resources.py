@@ -24,6 +24,7 @@ from elastic_mbs.memory import (
     oom,
     sensor_for,
 )
+from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.host_guard import margin_of, refuse_devices
 from elastic_mbs.memory.sensor import trouble_with
 from elastic_mbs.options import Settings
@@ -70,7 +71,7 @@ class Resources:
         self.telemetry = Telemetry(log) if log.listened else None
         self.ledger = Ledger()
         self.ledger.set_leaves(model.leaves)
-        self.buffers = BufferCopies()
+        self.buffers = BufferCopies(on_host)
         self.sleep: Callable[[float], None] = time.sleep
         self.guard: HostGuard | None = None
         if memory.host_guard is not False:

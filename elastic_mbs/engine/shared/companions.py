@@ -1,0 +1,113 @@
+"""Modules that a step uses and that were not given.
+
+A discriminator's statistics, a centre or a queue in a module of the loss: a replay would move them
+twice. They are looked for once for each loss function, in what the function can reach by name: its
+closure, the globals that its code names, the object that it is bound to, its arguments, and so on
+from there. Nothing is put in the way of the step itself: a hook on every module would make
+`torch.compile` compile twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+_MOST = 5_000  # objects that are looked at
+_LONG = 100  # items: a longer container holds data
+_FOREIGN = {"torch", "numpy", "elastic_mbs", *sys.stdlib_module_names}  # code without modules
+
+
+def modules_reached(sources: Iterable[object]) -> list[nn.Module]:
+    """Return every module that can be reached from some objects, in the order met."""
+    found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+    layer = list(sources)
+    while layer and len(seen) < _MOST:  # the nearest ones first
+        following: list[Any] = []
+        for value in layer:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, nn.Module):
+                found.update(dict.fromkeys(filter(_is_readable, value.modules())))
+            following += _next(value)
+        layer = following
+    return list(found)
+
+
+def caller() -> Iterator[Any]:
+    """Yield the values that the code outside of this package sees which has called it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _room(frame.f_globals.get("__name__")) == "elastic_mbs":
+        frame = frame.f_back
+    yield from frame.f_locals.values()
+    yield from _globals_of(frame.f_code, frame.f_globals)
+
+
+def _next(value: Any) -> Iterable[Any]:
+    """Return what is reached from a value in one step."""
+    if isinstance(value, FunctionType):
+        return _of_function(value)
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, Mapping):
+        return value.values() if type(value) is dict and len(value) <= _LONG else ()
+    if isinstance(value, list | tuple | set | frozenset):
+        return value if len(value) <= _LONG else ()
+    if isinstance(value, type | ModuleType | BuiltinFunctionType | torch.Tensor):
+        return ()
+    own = getattr(value, "__dict__", {})
+    if "__wrapped__" in own:
+        return (own["__wrapped__"],)
+    if all(_room(base.__module__) in _FOREIGN for base in type(value).__mro__):
+        return ()
+    # What an object of the user's does when it is called is in a function of its class.
+    code = "forward" if isinstance(value, nn.Module) else "__call__"
+    return [*own.values(), getattr(type(value), code, None)]
+
+
+def _of_function(function: FunctionType) -> Iterator[Any]:
+    if _room(function.__module__) in _FOREIGN - {"elastic_mbs"}:
+        return
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from _globals_of(function.__code__, function.__globals__)
+    if hasattr(function, "__wrapped__"):
+        yield function.__wrapped__
+
+
+def _globals_of(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the globals that some code names, and those of the functions inside it."""
+    for name in code.co_names:
+        if name in names:
+            yield names[name]
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals_of(inner, names)
+
+
+def _room(name: str | None) -> str:
+    """Return the package of a module, by the module's name."""
+    return (name or "").partition(".")[0]
+
+
+def _is_readable(module: nn.Module) -> bool:
+    """Return whether a module's state is in the places where torch keeps it, with a shape."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return not isinstance(module, torch.jit.ScriptModule) and not any(
+        tensor is not None and is_lazy(tensor) for tensor in tensors
+    )
