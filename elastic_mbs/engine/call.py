@@ -191,7 +191,7 @@ class Call:
                 reads = profile.draws or bool(gradients.full) or not gradients.settled
                 snapshot.take_piece(read_streams=reads)
             schedule = parts.progress.schedule
-            attempt.load(parts.loader.load(piece, schedule, cloned=profile.edits_batch))
+            attempt.load(parts.loader.load(piece, schedule, cloned=parts.edits.copies))
         except Exception as error:
             if not self._failed(attempt, error):
                 raise
@@ -294,6 +294,8 @@ class Call:
                 profile.learn_draws(parts.snapshot.drew_since_start())
         if parts.snapshot.watches_buffers:
             profile.learn_buffers(parts.snapshot.buffers_show_the_split())
+        if not profile.seen:
+            parts.edits.learn_from(attempt.data)
         parts.progress.commit(attempt)
         floor = self._floors.get(self._pass.training)
         if floor is not None:

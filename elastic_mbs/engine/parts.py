@@ -24,7 +24,7 @@ from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.hooks import AttemptHooks
 from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.report import CallReport
-from elastic_mbs.engine.shared.companions import modules_reached
+from elastic_mbs.engine.shared.companions import reached
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.snapshot import Snapshot
@@ -98,8 +98,9 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     resources.refresh_model()
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
     if not profile.seen:
-        reached = modules_reached(batch.sources())
-        resources.model.accompany([*resources.model.companions, *reached])
+        found = reached(batch.sources())
+        resources.model.accompany([*resources.model.companions, *found.modules])
+        resources.take_over(found.generators)
     gradients = CallGradients(resources, profile, training=batch.training)
     decision = knowledge.controller.begin(key, view.worth, view.elements)
     progress = Progress(_schedule(resources, batch), decision.size)

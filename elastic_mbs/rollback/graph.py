@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -121,9 +122,13 @@ def drop_unrun() -> None:
 Found = Callable[[tuple[torch.Tensor, ...]], None]
 
 _lock = threading.Lock()
-_users = 0
+_users: WeakSet[_User] = WeakSet()  # weak: an interrupt can end a block without its last lines
 _original: Callable[..., None] = torch.autograd.backward
 _ours: dict[int, Found] = {}
+
+
+class _User:
+    """A block of `inner_backwards` that is open."""
 
 
 def _join(found: Found) -> Callable[[Any], None]:
@@ -134,6 +139,8 @@ def _join(found: Found) -> Callable[[Any], None]:
 
 
 def _watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    if not _users:  # nobody has put it back
+        _unwrap()
     found = _ours.get(torch._C._current_graph_task_id())
     if found is not None:
         for root in (tensors,) if isinstance(tensors, torch.Tensor | GradientEdge) else tensors:
@@ -142,6 +149,17 @@ def _watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
                 found(walk(node).leaves)
                 node.register_prehook(_join(found))  # another one can run inside it
     _original(tensors, *args, **kwargs)
+
+
+def _wrap() -> None:
+    global _original  # the wrapped function belongs to the process
+    if torch.autograd.backward is not _watched:
+        _original, torch.autograd.backward = torch.autograd.backward, _watched
+
+
+def _unwrap() -> None:
+    if torch.autograd.backward is _watched:
+        torch.autograd.backward = _original
 
 
 @contextmanager
@@ -161,20 +179,19 @@ def inner_backwards(root: Node, found: Found) -> Iterator[None]:
         root: the node where the outer backward begins.
         found: gets the leaves of each inner backward, before one of them has a commit.
     """
-    global _users, _original  # noqa: PLW0603  # the wrapped function belongs to the process
-    with _lock:
-        _users += 1
-        # Not by the number of users, which an interrupt can leave too high.
-        if torch.autograd.backward is not _watched:
-            _original, torch.autograd.backward = torch.autograd.backward, _watched
-    handle = root.register_prehook(_join(found))
+    user, handle = _User(), None
     try:
+        with _lock:
+            _users.add(user)
+            _wrap()
+        handle = root.register_prehook(_join(found))
         yield
     finally:
-        handle.remove()
+        with _lock:
+            _users.discard(user)
+            if not _users:
+                _unwrap()
+        if handle is not None:
+            handle.remove()
         for task in [task for task, owner in _ours.items() if owner is found]:
             del _ours[task]
-        with _lock:
-            _users -= 1
-            if _users == 0 and torch.autograd.backward is _watched:
-                torch.autograd.backward = _original

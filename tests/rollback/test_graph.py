@@ -212,7 +212,7 @@ def test_a_backward_of_another_thread_or_outside_of_ours_is_no_inner_one() -> No
 
 
 def test_the_look_into_inner_backwards_ends_with_its_block() -> None:
-    graph_module._users = 0  # an interrupted test before this one can have left its look in place
+    graph_module._users.clear()  # an interrupted test before this one can have left its look
     torch.autograd.backward = graph_module._original
     original = torch.autograd.backward
     x, w = leaf(3), leaf(3)

@@ -1,32 +1,45 @@
-"""Modules that a step uses and that were not given.
+"""Modules and random generators that a step uses and that were not given.
 
 A discriminator's statistics, a centre or a queue in a module of the loss: a replay would move them
-twice. They are looked for once for each loss function, in what the function can reach by name: its
-closure, the globals that its code names, the object that it is bound to, its arguments, and so on
-from there. Nothing is put in the way of the step itself: a hook on every module would make
-`torch.compile` compile twice.
+twice. A generator of the user's own would go on from where a failed attempt has left it. They are
+looked for once for each loss function, in what the function can reach by name: its closure, the
+globals that its code names, the object that it is bound to, its arguments, and so on from there.
+Nothing is put in the way of the step itself: a hook on every module would make `torch.compile`
+compile twice.
 """
 
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from elastic_mbs.rollback.random_streams import check_generators
+
 _MOST = 5_000  # objects that are looked at
+_NUMPYS = {"numpy.random._generator", "numpy.random.mtrand"}
 _LONG = 100  # items: a longer container holds data
 _FOREIGN = {"torch", "numpy", "elastic_mbs", *sys.stdlib_module_names}  # code without modules
 
 
-def modules_reached(sources: Iterable[object]) -> list[nn.Module]:
-    """Return every module that can be reached from some objects, in the order met."""
+class Reached(NamedTuple):
+    """The modules and random generators that can be reached from some objects."""
+
+    modules: list[nn.Module]
+    generators: list[Any]
+
+
+def reached(sources: Iterable[object]) -> Reached:
+    """Return the modules and random generators that can be reached from some objects."""
     found: dict[nn.Module, None] = {}
+    generators: list[Any] = []
     seen: set[int] = set()
     layer = list(sources)
     while layer and len(seen) < _MOST:  # the nearest ones first
@@ -37,9 +50,12 @@ def modules_reached(sources: Iterable[object]) -> list[nn.Module]:
             seen.add(id(value))
             if isinstance(value, nn.Module):
                 found.update(dict.fromkeys(filter(_is_readable, value.modules())))
-            following += _next(value)
+            if _is_generator(value):
+                generators.append(value)
+            else:
+                following += _next(value)
         layer = following
-    return list(found)
+    return Reached(list(found), generators)
 
 
 def caller() -> Iterator[Any]:
@@ -103,6 +119,12 @@ def _globals_of(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
 def _room(name: str | None) -> str:
     """Return the package of a module, by the module's name."""
     return (name or "").partition(".")[0]
+
+
+def _is_generator(value: object) -> bool:
+    kind = type(value)
+    known = issubclass(kind, torch.Generator | random.Random) or kind.__module__ in _NUMPYS
+    return known and check_generators([value]) is None
 
 
 def _is_readable(module: nn.Module) -> bool:

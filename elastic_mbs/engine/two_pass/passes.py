@@ -160,7 +160,6 @@ class TwoPasses:
         """
         parts, profile = self._parts, self._parts.profile
         if parts.edits.found():
-            profile.learn_edits()
             raise BatchError(
                 "embed_fn changes its samples in place, and they are embedded twice: work on a "
                 "copy (x = x.clone()) inside embed_fn. From the next call on pieces are copies"
