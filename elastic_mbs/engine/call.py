@@ -372,10 +372,7 @@ class Call:
                 lambda: gradients.noise_scale(noise, adds_up=self._pass.adds_up),
             )
         parts.report.inform_controller(progress, fresh=not gradients.full)
-        if not profile.seen:
-            profile.learn_end()
-            model = resources.model
-            model.accompany(list(filter(resources.buffers.changes, model.companions)))
+        parts.learn_end()
         result = self.passes.finish(result)
         running.leave_call(self)
         self.phase = Phase.WHOLE  # a callback may step, or evaluate

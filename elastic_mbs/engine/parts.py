@@ -77,6 +77,13 @@ class CallParts:
     loader: Loader
     report: CallReport
 
+    def learn_end(self) -> None:
+        """Keep the companions whose state has changed, at the end of a first call."""
+        if not self.profile.seen:
+            self.profile.learn_end()
+            model, changes = self.resources.model, self.resources.buffers.changes
+            model.accompany(list(filter(changes, model.companions)))
+
 
 def _escalated(resources: Resources, batch: Batch, profile: LossProfile) -> tuple[str, ...]:
     """Return the steps of `RecoveryOptions.escalate` that are in use for a loss function."""

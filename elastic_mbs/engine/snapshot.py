@@ -113,7 +113,8 @@ class Snapshot:
             raise ReplayUnsafeError(
                 f"{lost} changed for the first time in this batch, so its earlier "
                 "value was not kept; from the next batch on it is. Load the last checkpoint, or "
-                "set the buffer, before going on"
+                "set it, before going on. A layer that is set up by the first batch that it sees "
+                "needs one before: run the model once under torch.no_grad()"
             )
 
     def unwind_modes(self) -> None:
