@@ -60,7 +60,7 @@ def _tensors(module: nn.Module) -> list[Tensor | None]:
 
 
 def _rest(module: nn.Module) -> dict[str, Any]:
-    kinds = int | float | list | dict
+    kinds = (int, float, list, dict)
     return {
         name: value
         for name, value in vars(module).items()
@@ -113,6 +113,7 @@ class Normaliser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mean: Tensor
         self.register_buffer("mean", torch.zeros((), dtype=F64))
         self.seen = 0
 
@@ -127,7 +128,8 @@ def rewards() -> Step:
 
     def loss_fn(b: Any) -> Tensor:
         loss = functional.cross_entropy(model(b[0]), b[1], reduction="none")
-        return (loss * normal(b[0][:, 0])).mean()
+        weighed: Tensor = (loss * normal(b[0][:, 0])).mean()
+        return weighed
 
     return Step(model, loss_fn, [normal])
 
@@ -368,7 +370,7 @@ def test_a_layer_set_up_by_its_first_batch_is_right_where_the_error_sends_it() -
             elastic(model).backward(
                 lambda b, model=model: functional.cross_entropy(model(b[0]), b[1]), batch
             )
-        assert torch.allclose(there(model[0].shift.data), -batch[0].mean(0), rtol=1e-12)
+        assert torch.allclose(model.get_parameter("0.shift"), -batch[0].mean(0), rtol=1e-12)
     assert refused
 
 
@@ -394,8 +396,8 @@ class Owner:
         self.model, self.parts = model, [{"normal": Normaliser()}]
 
     def step(self, b: Any) -> Tensor:
-        normal = self.parts[0]["normal"]
-        return (self.model(b[0]).square().mean(1) * normal(b[0][:, 0])).mean()
+        loss: Tensor = self.model(b[0]).square().mean(1) * self.parts[0]["normal"](b[0][:, 0])
+        return loss.mean()
 
     def __call__(self, b: Any) -> Tensor:
         return self.step(b)
@@ -405,17 +407,20 @@ GLOBAL = Normaliser()
 
 
 def by_global(b: Any) -> Tensor:
-    return GLOBAL(b[0][:, 0]).mean()
+    moved: Tensor = GLOBAL(b[0][:, 0])
+    return moved.mean()
 
 
 def ways_to(owner: Owner) -> dict[str, Callable[[Any], Tensor]]:
     normal = owner.parts[0]["normal"]
 
     def default(b: Any, *, normal: nn.Module = normal) -> Tensor:
-        return (owner.model(b[0]).square().mean(1) * normal(b[0][:, 0])).mean()
+        loss: Tensor = owner.model(b[0]).square().mean(1) * normal(b[0][:, 0])
+        return loss.mean()
 
     def through_a_global(b: Any) -> Tensor:
-        return owner.model(b[0]).square().mean() * by_global(b)
+        loss: Tensor = owner.model(b[0]).square().mean() * by_global(b)
+        return loss
 
     @wraps(default)
     def wrapped(*args: Any) -> Tensor:
