@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -341,3 +342,48 @@ def test_restoring_buffers_that_did_not_change_leaves_other_graphs_valid() -> No
     copies.restore(to_call_start=False)
     other.backward()
     assert there(w.grad).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_containers_of_a_module_are_put_back_with_their_items(known: bool) -> None:
+    module = Holder(kept=numbers(1))
+    was: dict[str, Any] = {
+        "rows": [1, 2], "last": deque([1, 2], maxlen=2), "names": {"a"}, "by": {"x": [0]}
+    }  # fmt: skip
+    vars(module).update(was)
+
+    def change() -> None:
+        module.rows.append(3)
+        module.last.append(3)
+        module.names.add("b")
+        module.by.clear()
+        module.by["y"] = module.by
+
+    copies = BufferCopies()
+    copies.begin_call([module])
+    if known:
+        change()
+        copies.end_clean_piece()
+        copies.restore(to_call_start=True)
+        copies.begin_call([module])
+    change()
+    module.rows = []
+    assert copies.restore(to_call_start=False) is None
+    assert {name: vars(module)[name] for name in was} == {
+        "rows": [1, 2], "last": deque([1, 2]), "names": {"a"}, "by": {"x": [0]}
+    }  # fmt: skip
+    assert all(vars(module)[name] is value for name, value in was.items())
+    assert module.last.maxlen == 2
+
+
+def test_features_that_a_module_stores_are_not_copied() -> None:
+    module = Holder(kept=numbers(1))
+    vars(module)["features"] = numbers(1, 2)
+    copies = BufferCopies()
+    copies.begin_call([module])
+    vars(module)["features"] = numbers(1, 2, 3)  # of the piece: of another length
+    copies.end_clean_piece()
+    copies.begin_call([module])
+    vars(module)["features"] = latest = numbers(4)
+    copies.restore(to_call_start=False)
+    assert vars(module)["features"] is latest
