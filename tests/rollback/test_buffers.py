@@ -346,7 +346,7 @@ def test_restoring_buffers_that_did_not_change_leaves_other_graphs_valid() -> No
 
 @pytest.mark.parametrize("known", [False, True])
 def test_containers_of_a_module_are_put_back_with_their_items(known: bool) -> None:
-    module = Holder(kept=numbers(1))
+    module: Any = Holder(kept=numbers(1))
     was: dict[str, Any] = {
         "rows": [1, 2], "last": deque([1, 2], maxlen=2), "names": {"a"}, "by": {"x": [0]}
     }  # fmt: skip
