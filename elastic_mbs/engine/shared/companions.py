@@ -25,6 +25,7 @@ from elastic_mbs.rollback.random_streams import check_generators
 
 _MOST = 5_000  # objects that are looked at
 _NUMPYS = {"numpy.random._generator", "numpy.random.mtrand"}
+_CONTAINERS = {dict, list, tuple, set, frozenset}
 _LONG = 100  # items: a longer container holds data
 _FOREIGN = {"torch", "numpy", "elastic_mbs", *sys.stdlib_module_names}  # code without modules
 
@@ -69,26 +70,29 @@ def caller() -> Iterator[Any]:
 
 def _next(value: Any) -> Iterable[Any]:
     """Return what is reached from a value in one step."""
-    if isinstance(value, FunctionType):
+    kind = type(value)  # nothing of the user's runs: an object can make its attributes when asked
+    if kind is FunctionType:
         return _of_function(value)
-    if isinstance(value, MethodType):
+    if kind is MethodType:
         return value.__func__, value.__self__
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, Mapping):
-        return value.values() if type(value) is dict and len(value) <= _LONG else ()
-    if isinstance(value, list | tuple | set | frozenset):
-        return value if len(value) <= _LONG else ()
-    if isinstance(value, type | ModuleType | BuiltinFunctionType | torch.Tensor):
+    if kind in _CONTAINERS:
+        items = value.values() if kind is dict else value
+        return items if len(value) <= _LONG else ()
+    if issubclass(kind, type | ModuleType | BuiltinFunctionType | torch.Tensor):
         return ()
-    own = getattr(value, "__dict__", {})
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return ()
     if "__wrapped__" in own:
         return (own["__wrapped__"],)
-    if all(_room(base.__module__) in _FOREIGN for base in type(value).__mro__):
+    if all(_room(base.__module__) in _FOREIGN for base in kind.__mro__):
         return ()
     # What an object of the user's does when it is called is in a function of its class.
-    code = "forward" if isinstance(value, nn.Module) else "__call__"
-    return [*own.values(), getattr(type(value), code, None)]
+    code = "forward" if issubclass(kind, nn.Module) else "__call__"
+    return [*own.values(), getattr(kind, code, None)]
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:

@@ -101,7 +101,9 @@ class TrainedModel:
         Args:
             modes: the training mode of each module; empty to leave them.
         """
-        for module, training in zip(self.every, modes, strict=False):
+        # The companions can have become fewer since, at the end of a first call.
+        modules = self.every if len(modes) == len(self.every) else self.modules
+        for module, training in zip(modules, modes, strict=False):
             module.training = training
         for leaf in self.leaves:
             # others can have been quantised
@@ -135,7 +137,7 @@ class TrainedModel:
         """Return the BatchNorm modules without a group of their own."""
         return [
             m
-            for m in self.every
+            for m in self.modules
             if isinstance(m, nn.modules.batchnorm._BatchNorm) and not hasattr(m, "batch_group")
         ]
 
