@@ -11,6 +11,7 @@ compile twice.
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -64,7 +65,11 @@ def caller() -> Iterator[Any]:
     frame = sys._getframe(1)
     while frame.f_back is not None and _room(frame.f_globals.get("__name__")) == "elastic_mbs":
         frame = frame.f_back
-    yield from frame.f_locals.values()
+    there = frame.f_locals
+    values = list(there.values())
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(there) is dict:
+        there.clear()  # a copy, which the frame of a function keeps before Python 3.13
+    yield from values
     yield from _globals_of(frame.f_code, frame.f_globals)
 
 
