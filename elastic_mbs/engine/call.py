@@ -358,8 +358,7 @@ class Call:
         if self._pass.outputs not in ("cpu", None):
             check_not_overwritten([attempt.outputs for attempt in progress.committed])
         attempts = progress.in_order()
-        names = parts.batch.counts.names
-        result = parts.report.result(progress, attempts, names, self._pass.pad)
+        result = parts.report.result(progress, attempts, parts.batch.counts.names, self._pass.pad)
         if not training:
             resources.retry(
                 'join the outputs on the device (outputs="cpu" keeps them on the host)',

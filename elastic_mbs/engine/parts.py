@@ -85,6 +85,13 @@ class CallParts:
             model.accompany(list(filter(changes, model.companions)))
 
 
+def _look_around(resources: Resources, batch: Batch) -> None:
+    """Take over the modules and generators that a step can reach, in its first call."""
+    found = reached(batch.sources())
+    resources.model.accompany([*resources.model.companions, *found.modules])
+    resources.take_over(found.generators)
+
+
 def _escalated(resources: Resources, batch: Batch, profile: LossProfile) -> tuple[str, ...]:
     """Return the steps of `RecoveryOptions.escalate` that are in use for a loss function."""
     if not batch.training:
@@ -105,9 +112,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     resources.refresh_model()
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
     if not profile.seen:
-        found = reached(batch.sources())
-        resources.model.accompany([*resources.model.companions, *found.modules])
-        resources.take_over(found.generators)
+        _look_around(resources, batch)
     gradients = CallGradients(resources, profile, training=batch.training)
     decision = knowledge.controller.begin(key, view.worth, view.elements)
     progress = Progress(_schedule(resources, batch), decision.size)
