@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +20,18 @@ def type_name(cls: type) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """The functions of a registered type, with their results checked."""
+    """The functions of a registered type, with their results checked.
+
+    Attributes:
+        keeps_type: whether a piece of a value of some type is of that type, as far as it was seen.
+    """
 
     cls: type
     length_of: Callable[[Any], int]
     slice_of: Callable[[Any, int, int], Any]
     tensors_of: Callable[[Any], Iterable[Tensor]] | None
     move: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None
+    keeps_type: dict[type, bool] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.cls, type):
@@ -75,6 +80,18 @@ class Splitter:
         return size
 
     def cut(self, value: Any, start: int, stop: int) -> Any:
+        """Return a piece; the value itself where that is all of it and pieces are of its type."""
+        if start == 0 and stop > 1 and stop == self.length(value) and self._keeps_type(value):
+            return value
+        return self._cut(value, start, stop)
+
+    def _keeps_type(self, value: Any) -> bool:
+        kind = type(value)
+        if kind not in self.keeps_type:  # a look at one sample, once
+            self.keeps_type[kind] = type(self._cut(value, 0, 1)) is kind
+        return self.keeps_type[kind]
+
+    def _cut(self, value: Any, start: int, stop: int) -> Any:
         piece = self.slice_of(value, start, stop)
         # A piece of another type (a plain tensor, say) is none that the length function knows.
         if piece is None or (isinstance(piece, self.cls) and self.length(piece) != stop - start):

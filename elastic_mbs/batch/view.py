@@ -124,6 +124,13 @@ class BatchView:
                 [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
             )
 
+    @property
+    def has_whole(self) -> bool:
+        """True if every piece gets some tensor of the batch whole."""
+        return self._rows is None and any(
+            end.cut is Cut.WHOLE and tensors_in(end.value) for end in self._tree[1]
+        )
+
     def whole_edited(self, since: tuple[int, ...]) -> bool:
         """Return whether a tensor that every piece gets whole was edited since `versions`."""
         if self._rows is not None:

@@ -20,6 +20,7 @@ from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, place_of, stored_bytes
 from elastic_mbs.engine.parts import Batch, CallParts
 from elastic_mbs.engine.passes import OnePass
+from elastic_mbs.engine.shared.companions import caller
 from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import running_call
@@ -36,6 +37,10 @@ from elastic_mbs.rehearsal.first_split import FirstSplit
 # bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a
 # decoder's cache
 MUCH = 2**30
+
+
+def _all(*values: Any) -> tuple[Any, ...]:
+    return values
 
 
 KEPT = 500  # calls in the history
@@ -139,7 +144,8 @@ class Calls:
         """Run `loss_fn` on every piece. See `ElasticMBS.backward`."""
         name, identity = names_of(loss_fn)
         view, counts = self._read(batch, name, (args, kwargs))
-        call = self._begin(Batch(view, counts, name, identity))
+        sources = partial(_all, loss_fn, args, kwargs)
+        call = self._begin(Batch(view, counts, name, identity, sources=sources))
         with call:
             call.run(loss_fn, args, kwargs)
         result = self._finish(call)
@@ -167,7 +173,8 @@ class Calls:
         name, identity = names_of(embed_fn)
         view, _ = self._read(batch, name, counted=False)
         counts = Unweighted.samples(view.length)
-        work = Batch(view, counts, name, (identity, names_of(loss_fn)[1]))
+        key, sources = (identity, names_of(loss_fn)[1]), partial(_all, embed_fn, loss_fn)
+        work = Batch(view, counts, name, key, sources=sources)
         passes: list[TwoPasses] = []
 
         def made(parts: CallParts) -> TwoPasses:
@@ -182,14 +189,15 @@ class Calls:
     def micro_batches(self, batch: Any, name: str, *, own_graph: bool) -> Iterator[MicroBatch]:
         """Return the loop over the pieces. See `ElasticMBS.micro_batches`."""
         view, counts = self._read(batch, name)
-        call = self._begin(Batch(view, counts, name, name, own_graph=own_graph))
+        work = Batch(view, counts, name, name, own_graph=own_graph, sources=caller)
+        call = self._begin(work)
         return loop(call, self._finish)
 
     def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace, pad: Pad) -> Any:
         """Run `fn` on every piece and join its outputs. See `ElasticMBS.evaluate`."""
         name, identity = names_of(fn)
         view, counts = self._read(batch, name, counted=False)
-        work = Batch(view, counts, name, identity, training=False)
+        work = Batch(view, counts, name, identity, training=False, sources=partial(_all, fn))
         call = self._begin(work, outputs, pad)
         with call, torch.no_grad():
             call.run(fn)

@@ -191,7 +191,7 @@ class Call:
                 reads = profile.draws or bool(gradients.full) or not gradients.settled
                 snapshot.take_piece(read_streams=reads)
             schedule = parts.progress.schedule
-            attempt.load(parts.loader.load(piece, schedule, cloned=profile.edits_batch))
+            attempt.load(parts.loader.load(piece, schedule, cloned=parts.edits.copies))
         except Exception as error:
             if not self._failed(attempt, error):
                 raise
@@ -294,6 +294,8 @@ class Call:
                 profile.learn_draws(parts.snapshot.drew_since_start())
         if parts.snapshot.watches_buffers:
             profile.learn_buffers(parts.snapshot.buffers_show_the_split())
+        if not profile.seen:
+            parts.edits.learn_from(attempt.data)
         parts.progress.commit(attempt)
         floor = self._floors.get(self._pass.training)
         if floor is not None:
@@ -356,8 +358,7 @@ class Call:
         if self._pass.outputs not in ("cpu", None):
             check_not_overwritten([attempt.outputs for attempt in progress.committed])
         attempts = progress.in_order()
-        names = parts.batch.counts.names
-        result = parts.report.result(progress, attempts, names, self._pass.pad)
+        result = parts.report.result(progress, attempts, parts.batch.counts.names, self._pass.pad)
         if not training:
             resources.retry(
                 'join the outputs on the device (outputs="cpu" keeps them on the host)',
@@ -370,6 +371,7 @@ class Call:
                 lambda: gradients.noise_scale(noise, adds_up=self._pass.adds_up),
             )
         parts.report.inform_controller(progress, fresh=not gradients.full)
+        parts.learn_end()
         result = self.passes.finish(result)
         running.leave_call(self)
         self.phase = Phase.WHOLE  # a callback may step, or evaluate

@@ -56,6 +56,8 @@ def recover(parts: CallParts, failure: Failure, now: Pass) -> tuple[Mode, bool]:
         smaller = progress.schedule.halve(failure.piece)
     else:
         smaller = progress.schedule.can_split(failure.piece, size)
+    if not smaller:
+        resources.retry("move copies to the host", resources.buffers.leave_device)
     resources.release(thorough=progress.failures_in_row > 2 or not smaller)
     if size is not None:
         progress.shrink(size)

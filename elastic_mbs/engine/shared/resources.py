@@ -24,6 +24,7 @@ from elastic_mbs.memory import (
     oom,
     sensor_for,
 )
+from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.host_guard import margin_of, refuse_devices
 from elastic_mbs.memory.sensor import trouble_with
 from elastic_mbs.options import Settings
@@ -70,7 +71,7 @@ class Resources:
         self.telemetry = Telemetry(log) if log.listened else None
         self.ledger = Ledger()
         self.ledger.set_leaves(model.leaves)
-        self.buffers = BufferCopies()
+        self.buffers = BufferCopies(on_host)
         self.sleep: Callable[[float], None] = time.sleep
         self.guard: HostGuard | None = None
         if memory.host_guard is not False:
@@ -83,6 +84,7 @@ class Resources:
         self._retries: int | None = None  # of the allocator, when they were last read
         self._reading: Reading | None = None
         self._capacity: Capacity | None = None
+        self._generators = list(settings.recovery.generators)
         self._place()
 
     def _place(self) -> None:
@@ -100,7 +102,7 @@ class Resources:
         if self._exact:
             oom.refuse_unrecognised(self.devices, settings.recovery.is_oom)
         drawn_from = self.devices if self._exact else ()
-        self.streams = RandomStreams(settings.recovery.generators, drawn_from)
+        self.streams = RandomStreams(self._generators, drawn_from)
         self.monitor = Monitor(
             memory.sensor or found,
             interval=memory.monitor_interval,
@@ -131,6 +133,11 @@ class Resources:
         """Look again at the model's trainable leaves."""
         if self.model.refresh():
             self.ledger.set_leaves(self.model.leaves)
+
+    def take_over(self, generators: list[Any]) -> None:
+        """Put these random generators back after failures, too."""
+        self._generators += generators
+        self.streams.add(generators)
 
     def forget_model(self) -> None:
         """Drop the view of the model: it can have changed without the ledger's knowledge."""

@@ -22,6 +22,9 @@ class TrainedModel:
     Attributes:
         roots: the modules that the user gave.
         modules: these and everything below them.
+        companions: modules that were not given: those that a loss function can reach in its first
+            call, and then those whose state a step was seen to change.
+        every: the modules and the companions.
         leaves: the trainable parameters.
         generation: the number of changes of leaves or modules that were found.
         group: the number of samples that have to stay together: a module with a `batch_group`
@@ -31,6 +34,8 @@ class TrainedModel:
     def __init__(self, model: object) -> None:
         self.roots = tuple(modules_of(model))
         self.modules: list[nn.Module] = []
+        self.companions: list[nn.Module] = []
+        self.every = self.modules
         self.leaves: list[torch.Tensor] = []
         self.generation = 0
         self.group = 1
@@ -56,6 +61,7 @@ class TrainedModel:
             )
             self._set_group(math.lcm(*(getattr(module, "batch_group", 1) for module in modules)))
             self.modules, self._children = modules, _values(_MODULES, modules)
+            self.accompany(self.companions)
         parameters = _values(_PARAMETERS, self.modules)
         trainable = list(map(getattr, parameters, repeat("requires_grad"), repeat(False)))
         if trainable == self._trainable and all(map(is_, parameters, self._parameters)):
@@ -64,6 +70,13 @@ class TrainedModel:
         self.leaves = list(dict.fromkeys(compress(parameters, trainable)))
         self.generation += 1
         return True
+
+    def accompany(self, companions: Iterable[nn.Module]) -> None:
+        """Take these modules as companions, but for those that are in the model (by now)."""
+        given = set(map(id, self.modules))
+        every = dict.fromkeys(companions)
+        self.companions = [module for module in every if id(module) not in given]
+        self.every = [*self.modules, *self.companions] if self.companions else self.modules
 
     def _set_group(self, group: int) -> None:
         if self._children is not None and self.group % group:
@@ -80,7 +93,7 @@ class TrainedModel:
 
     def training(self) -> Modes:
         """Return the training mode of each module."""
-        return list(map(_TRAINING, self.modules))
+        return list(map(_TRAINING, self.every))
 
     def restore(self, modes: Modes) -> None:
         """Put back the modes that a failed step can have switched, and the leaves it has frozen.
@@ -88,7 +101,9 @@ class TrainedModel:
         Args:
             modes: the training mode of each module; empty to leave them.
         """
-        for module, training in zip(self.modules, modes, strict=False):
+        # The companions can have become fewer since, at the end of a first call.
+        modules = self.every if len(modes) == len(self.every) else self.modules
+        for module, training in zip(modules, modes, strict=False):
             module.training = training
         for leaf in self.leaves:
             # others can have been quantised
@@ -97,7 +112,7 @@ class TrainedModel:
 
     def evaluate(self) -> None:
         """Switch every module to evaluation."""
-        for module in self.modules:
+        for module in self.every:
             module.training = False
 
     def name_of(self, leaf: torch.Tensor) -> str:
