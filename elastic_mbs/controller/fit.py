@@ -184,7 +184,7 @@ class MemoryFit(MemoryModel):
         for x, peaks, seen in state:
             if not peaks:
                 raise ValueError(f"no peak at {x!r} elements")
-            knot = _Knot([checked(peak, int) for peak in peaks], checked(seen, int))
+            knot = _Knot([checked(peak, int) for peak in peaks], checked(seen, int, 0, 2**53))
             fit._knots[checked(x, int, 1)] = knot
             fit._seen = max(fit._seen, seen)
         return fit

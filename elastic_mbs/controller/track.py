@@ -22,6 +22,7 @@ from elastic_mbs.controller.saved import checked
 # The batches of this many calls show the largest batch and the longest sample to expect.
 RECENT_CALLS = 16
 MAX_CEILINGS = 8
+MOST_SAMPLES = 2**24  # of a batch in a saved state: its pieces are listed, to see the longest
 NEVER = float("-inf")
 WHOLE = 2**62  # a size above any batch
 
@@ -308,7 +309,8 @@ class Track:
         for failure in row["ceilings"]:
             track.add_ceiling(Ceiling.restored(failure, now))
         for samples, elements in row["recent"]:
-            track.recent.append((checked(samples, int, 1), checked(elements, int, 1)))
+            batch = checked(samples, int, 1, MOST_SAMPLES), checked(elements, int, 1)
+            track.recent.append(batch)
         track.expected()  # raises where there is no batch
         planned = isinstance(row["memory"], dict)
         track.memory = (PeakModel if planned else MemoryFit).restored(row["memory"])

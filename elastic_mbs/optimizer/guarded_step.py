@@ -69,7 +69,8 @@ class GuardedStep:
             step = _retry(
                 self._resources, what, lambda: _Step(optimizer, self._resources, self._order)
             )
-            if self._hooked.pop(optimizer, None) == _gradients(optimizer):
+            hooked = self._hooked.pop(optimizer, None)
+            if hooked is not None and hooked == _gradients(optimizer):
                 step.skip_hooks_before()
             _retry(self._resources, what, step.make, passes=step.passes)
         except OptimizerStepError:

@@ -247,6 +247,8 @@ MALFORMED = [
     ("ceilings", [[2, 1, 3, -1.0]]),
     ("recent", [[0, 2]]),
     ("recent", []),
+    ("recent", [[2**62, 1]]),
+    ("memory", [[16, [260], 2**62]]),
     ("memory", [[1, 2, 3]]),
     *(
         ("memory", [row])
@@ -349,3 +351,14 @@ def test_a_saved_state_loads_and_is_written_as_it_was() -> None:
     driver.controller.load_state_dict(json.loads(SAVED))
     assert json.dumps(driver.controller.state_dict()) == SAVED
     assert driver.failing(24, samples=48)[1] == Move(12, 16, "limit")
+
+
+@pytest.mark.parametrize("seconds", [1e-12, 1.0])
+def test_a_saved_state_of_huge_sizes_ends_no_call(seconds: float) -> None:
+    driver = Driver()
+    state = changed("time", [[2**62, seconds], [2**61, seconds]])
+    state["tracks"][0]["memory"] = [[2**62, [2**62], 1]]  # type: ignore[index]  # it is a list
+    driver.controller.load_state_dict(state)
+    for _ in range(6):
+        driver.clean(48)
+    assert driver.controller.models()
