@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
@@ -35,6 +35,7 @@ from elastic_mbs.optimizer.known import has_state, one_by_one, with_gradient
 from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 
 T = TypeVar("T")
+Gradients = list[tuple[ref[torch.Tensor], int]]  # each with its version
 
 # from the fastest to the one that needs the least memory
 WAYS = ("as it is", "with the caches let go of", "one parameter at a time")
@@ -52,7 +53,7 @@ class GuardedStep:
         self._resources = resources
         self._order = AttemptOrder()
         # of steps that were taken back after their hooks: the gradients that these have left
-        self._hooked: WeakKeyDictionary[Optimizer, Hashable] = WeakKeyDictionary()
+        self._hooked: WeakKeyDictionary[Optimizer, Gradients] = WeakKeyDictionary()
 
     def __call__(self, optimizer: Optimizer, closure: object = None) -> None:
         """Make one step; see `ElasticMBS.optimizer_step`."""
@@ -70,7 +71,7 @@ class GuardedStep:
                 self._resources, what, lambda: _Step(optimizer, self._resources, self._order)
             )
             hooked = self._hooked.pop(optimizer, None)
-            if hooked is not None and hooked == _gradients(optimizer):
+            if hooked is not None and _are_same(hooked, _gradients(optimizer)):
                 step.skip_hooks_before()
             _retry(self._resources, what, step.make, passes=step.passes)
         except OptimizerStepError:
@@ -360,10 +361,17 @@ class _Step:
         attributes.update(self._hung)
 
 
-def _gradients(optimizer: Optimizer) -> Hashable:
+def _gradients(optimizer: Optimizer) -> Gradients:
     """Return which gradients there are, and how often each was changed."""
     found = (parameter.grad for _, parameter in with_gradient(optimizer))
-    return tuple((id(grad), grad._version) for grad in found if grad is not None)
+    return [(ref(grad), grad._version) for grad in found if grad is not None]
+
+
+def _are_same(before: Gradients, now: Gradients) -> bool:
+    return len(before) == len(now) and all(
+        old() is new() and was == version
+        for (old, was), (new, version) in zip(before, now, strict=True)
+    )
 
 
 class AttemptOrder:
