@@ -173,6 +173,12 @@ class ElasticMBS(RuntimeFigures):
             "own. Make another one; what this one has learned is in state_dict()"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse names that it does not have, with the method that was probably meant."""
+        meant = {"eval": "evaluate", "step": "optimizer_step", "forward": "backward"}.get(name)
+        hint = "" if meant is None else f": did you mean {meant}()?"
+        raise AttributeError(f"ElasticMBS has no attribute {name!r}{hint}", name=name, obj=self)
+
     # ------------------------------------------------------------------ the doors
 
     def backward(

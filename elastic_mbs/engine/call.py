@@ -453,7 +453,7 @@ class Call:
         parts.hooks.end()  # an interrupt between the lines can have left them in place
         if parts.hooks.table is not None:
             parts.hooks.table.empty()
-        parts.knowledge.controller.abandon(parts.key)
+        parts.knowledge.controller.abandon(parts.key, parts.report.watch.waited)
 
     # ------------------------------------------------------------------ misuse
 

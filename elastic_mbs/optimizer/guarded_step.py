@@ -18,22 +18,24 @@ and needs no copies.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
 
 from elastic_mbs.engine import hooks as engine_hooks
 from elastic_mbs.engine.shared.resources import Resources
-from elastic_mbs.errors import MisuseError, OptimizerStepError, PoisonedDeviceError, UsageError
+from elastic_mbs.errors import OptimizerStepError, PoisonedDeviceError, UsageError
 from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.memory import oom
+from elastic_mbs.optimizer.hooks import DeferredHooks
 from elastic_mbs.optimizer.known import has_state, one_by_one, with_gradient
 from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 
 T = TypeVar("T")
+Gradients = list[tuple[ref[torch.Tensor], int]]  # each with its version
 
 # from the fastest to the one that needs the least memory
 WAYS = ("as it is", "with the caches let go of", "one parameter at a time")
@@ -50,6 +52,8 @@ class GuardedStep:
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self._order = AttemptOrder()
+        # of steps that were taken back after their hooks: the gradients that these have left
+        self._hooked: WeakKeyDictionary[Optimizer, Gradients] = WeakKeyDictionary()
 
     def __call__(self, optimizer: Optimizer, closure: object = None) -> None:
         """Make one step; see `ElasticMBS.optimizer_step`."""
@@ -61,11 +65,19 @@ class GuardedStep:
             return
         what = "keep the optimizer's state"
         gradients = torch.is_grad_enabled()
+        step = None
         try:
             step = _retry(
                 self._resources, what, lambda: _Step(optimizer, self._resources, self._order)
             )
+            hooked = self._hooked.pop(optimizer, None)
+            if hooked is not None and _are_same(hooked, _gradients(optimizer)):
+                step.skip_hooks_before()
             _retry(self._resources, what, step.make, passes=step.passes)
+        except OptimizerStepError:
+            if step is not None and step.hooked:
+                self._hooked[optimizer] = _gradients(optimizer)
+            raise
         finally:
             # an interrupt between a `torch.no_grad()` block and its exit leaves them disabled
             torch.set_grad_enabled(gradients)
@@ -104,7 +116,7 @@ class _Step:
         self._resources = resources
         self._order = order
         self._step = optimizer.step
-        self._hooks = _DeferredHooks(optimizer)
+        self._hooks = DeferredHooks(optimizer)
         self._hung = {name: value for name, value in vars(optimizer).items() if name in _HUNG}
         states = getattr(resources.settings.scaler, "_per_optimizer_states", None)
         # the scaler's notes: unscaled or not, stepped or not
@@ -112,6 +124,15 @@ class _Step:
         self._made = False
         self._lost = False  # it ended half-way, and there are no copies
         self._half_made = False  # from its first change until it is whole or rolled back
+
+    @property
+    def hooked(self) -> bool:
+        """True once the hooks before the step have run."""
+        return self._hooks.begun
+
+    def skip_hooks_before(self) -> None:
+        """Make the step without the hooks before it, which have run already."""
+        self._hooks.skip_before()
 
     def passes(self) -> bool:
         """Return whether an error must pass: a user's hook raised it, or the step is lost."""
@@ -340,6 +361,19 @@ class _Step:
         attributes.update(self._hung)
 
 
+def _gradients(optimizer: Optimizer) -> Gradients:
+    """Return which gradients there are, and how often each was changed."""
+    found = (parameter.grad for _, parameter in with_gradient(optimizer))
+    return [(ref(grad), grad._version) for grad in found if grad is not None]
+
+
+def _are_same(before: Gradients, now: Gradients) -> bool:
+    return len(before) == len(now) and all(
+        old() is new() and was == version
+        for (old, was), (new, version) in zip(before, now, strict=True)
+    )
+
+
 class AttemptOrder:
     """Memory of the way that has worked for each kind of step.
 
@@ -375,60 +409,6 @@ def _key(optimizer: Optimizer) -> Hashable:
         sum(p.numel() * p.element_size() for p in own),
         all(has_state(optimizer, p) for p in own),
     )
-
-
-class _DeferredHooks:
-    """The user's step hooks, run once for the whole step however often it is tried.
-
-    One may clip gradients, another average weights.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.ended = False  # the latest call of `step` has ended
-        self.running = False  # a hook of the user's runs, or has failed
-        self._optimizer = optimizer
-        self._before = optimizer._optimizer_step_pre_hooks
-        self._after = optimizer._optimizer_step_post_hooks
-        self._left_before = list(self._before.values())  # still to be run
-        self._left_after: list[Any] | None = None  # the same; None until the others have run
-
-    @property
-    def begun(self) -> bool:
-        """True once the hooks before the step have run."""
-        return self._left_after is not None
-
-    def defer(self) -> None:
-        self._optimizer._optimizer_step_pre_hooks = OrderedDict({0: self.begin})
-        self._optimizer._optimizer_step_post_hooks = OrderedDict({0: self._end})
-
-    def put_back(self) -> None:
-        self._optimizer._optimizer_step_pre_hooks = self._before
-        self._optimizer._optimizer_step_post_hooks = self._after
-
-    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.begun:
-            return
-        self.put_back()  # a hook may take itself off, or add another one
-        while self._left_before:
-            self.running = True
-            if self._left_before.pop(0)(optimizer, args, kwargs) is not None:
-                raise MisuseError(
-                    "a step hook that changes the arguments of step() does not go with "
-                    "optimizer_step(), which passes none"
-                )
-            self.running = False
-        self.defer()
-        self._left_after = list(self._after.values())
-
-    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.ended = True
-
-    def run_after(self) -> None:
-        """Run the hooks that follow a step; none of them if the scaler has skipped it."""
-        while self._left_after:
-            self.running = True
-            self._left_after.pop(0)(self._optimizer, (self._optimizer,), {})
-            self.running = False
 
 
 def check_optimizer(optimizer: object) -> None:
