@@ -31,6 +31,7 @@ from elastic_mbs.errors import MisuseError, OptimizerStepError, PoisonedDeviceEr
 from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.optimizer.known import has_state, one_by_one, with_gradient
+from elastic_mbs.optimizer.reach import HUNG
 from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 
 T = TypeVar("T")
@@ -40,8 +41,6 @@ WAYS = ("as it is", "with the caches let go of", "one parameter at a time")
 ONE_BY_ONE = len(WAYS) - 1
 LONGEST_PAUSE = 64  # steps between two tries of the fastest way, at most
 _TRIES = 4  # attempts to roll back, each after releasing the caches
-# attributes that the scaler and the guard set on the optimizer for one step
-_HUNG = ("step", "grad_scale", "found_inf", "param_groups")
 
 
 class GuardedStep:
@@ -105,7 +104,8 @@ class _Step:
         self._order = order
         self._step = optimizer.step
         self._hooks = _DeferredHooks(optimizer)
-        self._hung = {name: value for name, value in vars(optimizer).items() if name in _HUNG}
+        self._to_host = False  # the copies of the running try are on the host
+        self._hung = {name: value for name, value in vars(optimizer).items() if name in HUNG}
         states = getattr(resources.settings.scaler, "_per_optimizer_states", None)
         # the scaler's notes: unscaled or not, stepped or not
         self._scaler_state: dict[str, Any] = {} if states is None else states[id(optimizer)]
@@ -126,6 +126,7 @@ class _Step:
             if not self._made:
                 _retry(self._resources, "unscale the gradients", self._unscale)
                 self._remember(OptimizerSnapshot.of(self._optimizer))
+                self._scaler_before = dict(self._scaler_state)
                 self._try_in_order()
             self._hooks.run_after()
         except BaseException as error:
@@ -139,7 +140,16 @@ class _Step:
     def _remember(self, snapshot: OptimizerSnapshot) -> None:
         self._snapshot = snapshot
         self._streams = self._resources.streams.read(hosts=True)  # some optimizers round at random
-        self._scaler_before = dict(self._scaler_state)
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Run the user's hooks before the step, once. What they change is not rolled back."""
+        if self._hooks.begun:
+            return
+        changed = self._hooks.begin(optimizer, args, kwargs)
+        self._hooks.defer(self._begin)
+        if changed:
+            self._remember(OptimizerSnapshot.of(self._optimizer))
+            self._snapshot.take(host=self._to_host)
 
     def _unscale(self) -> None:
         """Unscale the gradients once, now: inside the step every try would do it again."""
@@ -154,6 +164,7 @@ class _Step:
             if parameter.grad is not None
         ]
         self._remember(OptimizerSnapshot.of_gradients(self._optimizer))
+        self._scaler_before = dict(self._scaler_state)
         # One operation in place unscales all gradients of a type: it happens, or it does not.
         if len({(grad.device, grad.dtype) for grad in gradients}) > 1 or any(
             grad.is_sparse for grad in gradients
@@ -224,8 +235,9 @@ class _Step:
         """
         self._half_made = True
         try:
-            self._hooks.defer()
-            self._snapshot.take(host=way > 0)
+            self._hooks.defer(self._begin)
+            self._to_host = way > 0
+            self._snapshot.take(host=self._to_host)
             self._run(self._one_by_one if way == ONE_BY_ONE else self._step)
             return None
         except Exception as error:
@@ -273,7 +285,7 @@ class _Step:
 
     def _one_by_one(self) -> None:
         optimizer = self._optimizer
-        self._hooks.begin(optimizer, (optimizer,), {})  # while they can see all groups
+        self._begin(optimizer, (optimizer,), {})  # while they can see all groups
         for group, parameter in list(with_gradient(optimizer)):
             optimizer.param_groups = [{**group, "params": [parameter]}]
             self._step()
@@ -334,7 +346,7 @@ class _Step:
         """Remove from the optimizer the attributes that were set for the step."""
         self._hooks.put_back()
         attributes = vars(self._optimizer)
-        for name in _HUNG:
+        for name in HUNG:
             if name not in self._hung:
                 attributes.pop(name, None)
         attributes.update(self._hung)
@@ -397,17 +409,18 @@ class _DeferredHooks:
         """True once the hooks before the step have run."""
         return self._left_after is not None
 
-    def defer(self) -> None:
-        self._optimizer._optimizer_step_pre_hooks = OrderedDict({0: self.begin})
+    def defer(self, begin: Callable[[Optimizer, Any, Any], None]) -> None:
+        """Put `begin` in the place of the hooks before the step."""
+        self._optimizer._optimizer_step_pre_hooks = OrderedDict({0: begin})
         self._optimizer._optimizer_step_post_hooks = OrderedDict({0: self._end})
 
     def put_back(self) -> None:
         self._optimizer._optimizer_step_pre_hooks = self._before
         self._optimizer._optimizer_step_post_hooks = self._after
 
-    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.begun:
-            return
+    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+        """Run the hooks before the step that are left; return whether there were any."""
+        some = bool(self._left_before)
         self.put_back()  # a hook may take itself off, or add another one
         while self._left_before:
             self.running = True
@@ -417,8 +430,8 @@ class _DeferredHooks:
                     "optimizer_step(), which passes none"
                 )
             self.running = False
-        self.defer()
         self._left_after = list(self._after.values())
+        return some
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.ended = True
