@@ -1,6 +1,7 @@
 """A step that cannot be traced has a report that says why, and trains without a plan."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ def doubled(x: Tensor) -> Tensor:
 
 doubled.register_autograd(lambda ctx, grad: 2 * grad)
 
+sparse, ROWS = nn.Embedding(8, 2, sparse=True), torch.arange(4)
 LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "item": (lambda out: out.mean() * out.max().item(), "reads the value"),
     "branch": (lambda out: out.mean() if out.mean() > 0 else -out.mean(), "reads the value"),
     "mask": (lambda out: out[out > 0].mean(), "depends on values"),
     "operation": (lambda out: doubled(out).mean(), "register_fake"),
+    "sparse": (lambda out: out.mean() + sparse(ROWS).mean(), "a sparse embedding"),
     "numpy": (lambda out: out.mean() * float(out.detach().numpy().max()), "cannot be traced"),
 }
 
@@ -38,7 +41,16 @@ def test_a_loss_that_needs_values_has_no_plan_and_trains_all_the_same(case: str)
     assert mbs.backward(lambda b: of(model(b[0])), pairs()).partition == ((0, 8),)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])
+class ReadsValues(torch.optim.SGD):
+    """An optimizer that may do anything with the values of gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1 / float(group["params"][0].grad.norm())
+        return super().step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, ReadsValues])
 def test_an_optimizer_whose_step_cannot_be_traced_is_named(
     kind: Callable[..., torch.optim.Optimizer],
 ) -> None:
