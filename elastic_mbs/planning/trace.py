@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -26,6 +26,7 @@ from elastic_mbs.planning.fakes import Fakes, step_of, storage_bytes
 from elastic_mbs.planning.interrupts import held_back
 from elastic_mbs.planning.lines import Trace
 from elastic_mbs.planning.timeline import Timeline
+from elastic_mbs.planning.values import Values
 from elastic_mbs.planning.ways import Way, made
 from elastic_mbs.planning.work import flops_of
 from elastic_mbs.rollback.graph import drop_unrun, walk
@@ -54,11 +55,11 @@ class Tracer:
             return self._piece(size, way, count=count)
 
     def _piece(self, size: int, way: Way, *, count: bool) -> Trace:
-        timeline = Timeline(self.context.devices[0], self.fakes.mode, flops_of if count else None)
-        data = map_tensors(self.view.piece(0, size), self.fakes)
-        weights = self.counts.weights(
-            0, size, reduction=self.context.settings.reduction
-        ) or dict.fromkeys(self.counts.names or (None,), 1.0)
+        values = Values(self.fakes.mode)
+        counter = flops_of if count else None
+        timeline = Timeline(self.context.devices[0], self.fakes.mode, counter, values=values)
+        data = self._data(size, values)
+        weights = self._weights(size)
         # a batch can require grad: taken whole it is among the fakes, and else its own leaf
         inputs = [t for t in (*tensors_in(data), *self.view.tensors) if t.requires_grad]
         hooks = [
@@ -93,6 +94,21 @@ class Tracer:
             timeline.flops,
             0 if moved is None else moved.bytes,
         )
+
+    def _weights(self, size: int) -> Mapping[str | None, float]:
+        reduction = self.context.settings.reduction
+        weights = self.counts.weights(0, size, reduction=reduction)
+        return weights or dict.fromkeys(self.counts.names or (None,), 1.0)
+
+    def _data(self, size: int, values: Values) -> Any:
+        """Return the first samples as fakes, and note the values that are known."""
+
+        def faked(real: Tensor) -> Tensor:
+            fake = self.fakes(real)
+            values.know(fake, real)
+            return fake
+
+        return map_tensors(self.view.piece(0, size), faked)
 
     def leaves(self) -> list[Tensor]:
         return [self.fakes(leaf) for leaf in self.context.model.leaves]

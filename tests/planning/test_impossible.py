@@ -79,6 +79,29 @@ def test_a_loop_too_long_to_trace_is_traced_in_part(
     assert "10 operations" in there(elastic(model).plan(loss_fn, torch.randn(512, 6)).reason)
 
 
+def counts_labels(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    rows, labels = batch
+    places = (labels.view(-1) >= 0).nonzero().view(-1)
+    loss: Tensor = model(rows)[places].square().sum() / int((labels >= 0).sum())
+    return loss
+
+
+def edits_labels(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    rows, labels = batch[0], batch[1].clone()
+    labels.view(-1)[0] = -100
+    return counts_labels(model, (rows, labels))
+
+
+def test_values_of_labels_are_known_until_a_step_edits_them() -> None:
+    model, labels = nn.Linear(6, 2), torch.tensor([0, -100, 1, 1, -100, 0, 0, 1])
+    batch = torch.randn(8, 6), labels
+    mbs = elastic(model, count=lambda b: (b[1] >= 0).long())
+    report = mbs.plan(lambda b: counts_labels(model, b), batch)
+    assert report.reason is None
+    assert float(mbs.backward(lambda b: counts_labels(model, b), batch)) > 0
+    assert "depends on values" in there(mbs.plan(lambda b: edits_labels(model, b), batch).reason)
+
+
 def test_a_model_on_several_devices_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)
     mbs = elastic(model)

@@ -187,3 +187,27 @@ def test_the_gradient_of_a_batch_that_requires_grad_is_planned(size: int) -> Non
         real = budget.peak
     assert len(result.partition) == 32 // size
     assert real == pytest.approx(there(planned), rel=0.02)
+
+
+def test_products_in_groups_are_planned_in_single_precision() -> None:
+    weight = nn.Parameter(torch.randn(4, 64, 128))
+    model = nn.ParameterList([weight])
+
+    def loss_fn(rows: Tensor) -> Tensor:
+        ends = torch.arange(1, 5, dtype=torch.int32) * (len(rows) // 4)
+        loss: Tensor = torch._grouped_mm(rows * 2, weight, offs=ends).square().mean()
+        return loss
+
+    batch = torch.randn(256, 64)
+    try:
+        loss_fn(batch).backward()
+    except (AttributeError, RuntimeError):
+        pytest.skip("this torch has no such product on the CPU")
+    weight.grad = None
+    with MemoryBudget(GREAT, track=[model, batch]) as budget:
+        mbs = ElasticMBS(model, **quiet(sensor=budget))
+        report = mbs.plan(loss_fn, batch, apply=False)
+        assert report.reason is None
+        budget.reset_peak()
+        mbs.backward(loss_fn, batch)
+    assert there(report.sizes[0].peak) == pytest.approx(budget.peak, rel=0.05)
