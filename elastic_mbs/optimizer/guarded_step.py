@@ -32,6 +32,7 @@ from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.optimizer.hooks import DeferredHooks
 from elastic_mbs.optimizer.known import has_state, one_by_one, with_gradient
+from elastic_mbs.optimizer.reach import HUNG
 from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 
 T = TypeVar("T")
@@ -42,8 +43,6 @@ WAYS = ("as it is", "with the caches let go of", "one parameter at a time")
 ONE_BY_ONE = len(WAYS) - 1
 LONGEST_PAUSE = 64  # steps between two tries of the fastest way, at most
 _TRIES = 4  # attempts to roll back, each after releasing the caches
-# attributes that the scaler and the guard set on the optimizer for one step
-_HUNG = ("step", "grad_scale", "found_inf", "param_groups")
 
 
 class GuardedStep:
@@ -117,7 +116,8 @@ class _Step:
         self._order = order
         self._step = optimizer.step
         self._hooks = DeferredHooks(optimizer)
-        self._hung = {name: value for name, value in vars(optimizer).items() if name in _HUNG}
+        self._to_host = False  # the copies of the running try are on the host
+        self._hung = {name: value for name, value in vars(optimizer).items() if name in HUNG}
         states = getattr(resources.settings.scaler, "_per_optimizer_states", None)
         # the scaler's notes: unscaled or not, stepped or not
         self._scaler_state: dict[str, Any] = {} if states is None else states[id(optimizer)]
@@ -147,6 +147,7 @@ class _Step:
             if not self._made:
                 _retry(self._resources, "unscale the gradients", self._unscale)
                 self._remember(OptimizerSnapshot.of(self._optimizer))
+                self._scaler_before = dict(self._scaler_state)
                 self._try_in_order()
             self._hooks.run_after()
         except BaseException as error:
@@ -160,7 +161,16 @@ class _Step:
     def _remember(self, snapshot: OptimizerSnapshot) -> None:
         self._snapshot = snapshot
         self._streams = self._resources.streams.read(hosts=True)  # some optimizers round at random
-        self._scaler_before = dict(self._scaler_state)
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Run the user's hooks before the step, once. What they change is not rolled back."""
+        if self._hooks.begun:
+            return
+        changed = self._hooks.begin(optimizer, args, kwargs)
+        self._hooks.defer(self._begin)
+        if changed:
+            self._remember(OptimizerSnapshot.of(self._optimizer))
+            self._snapshot.take(host=self._to_host)
 
     def _unscale(self) -> None:
         """Unscale the gradients once, now: inside the step every try would do it again."""
@@ -175,6 +185,7 @@ class _Step:
             if parameter.grad is not None
         ]
         self._remember(OptimizerSnapshot.of_gradients(self._optimizer))
+        self._scaler_before = dict(self._scaler_state)
         # One operation in place unscales all gradients of a type: it happens, or it does not.
         if len({(grad.device, grad.dtype) for grad in gradients}) > 1 or any(
             grad.is_sparse for grad in gradients
@@ -245,8 +256,9 @@ class _Step:
         """
         self._half_made = True
         try:
-            self._hooks.defer()
-            self._snapshot.take(host=way > 0)
+            self._hooks.defer(self._begin)
+            self._to_host = way > 0
+            self._snapshot.take(host=self._to_host)
             self._run(self._one_by_one if way == ONE_BY_ONE else self._step)
             return None
         except Exception as error:
@@ -294,7 +306,7 @@ class _Step:
 
     def _one_by_one(self) -> None:
         optimizer = self._optimizer
-        self._hooks.begin(optimizer, (optimizer,), {})  # while they can see all groups
+        self._begin(optimizer, (optimizer,), {})  # while they can see all groups
         for group, parameter in list(with_gradient(optimizer)):
             optimizer.param_groups = [{**group, "params": [parameter]}]
             self._step()
@@ -355,7 +367,7 @@ class _Step:
         """Remove from the optimizer the attributes that were set for the step."""
         self._hooks.put_back()
         attributes = vars(self._optimizer)
-        for name in _HUNG:
+        for name in HUNG:
             if name not in self._hung:
                 attributes.pop(name, None)
         attributes.update(self._hung)

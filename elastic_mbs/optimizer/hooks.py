@@ -38,8 +38,9 @@ class DeferredHooks:
         """Leave out the hooks before the step: they have run, and it was taken back since."""
         self._left_before = []
 
-    def defer(self) -> None:
-        self._optimizer._optimizer_step_pre_hooks = OrderedDict({0: self.begin})
+    def defer(self, begin: Callable[[Optimizer, Any, Any], None]) -> None:
+        """Put `begin` in the place of the hooks before the step."""
+        self._optimizer._optimizer_step_pre_hooks = OrderedDict({0: begin})
         self._optimizer._optimizer_step_post_hooks = OrderedDict({0: self._end})
         for hooks in _for_all():
             for key, hook in list(hooks.items()):
@@ -54,9 +55,9 @@ class DeferredHooks:
                 if isinstance(hook, _ForOthers) and hook.optimizer is self._optimizer:
                     hooks[key] = hook.hook
 
-    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.begun:
-            return
+    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+        """Run the hooks before the step that are left; return whether there were any."""
+        some = bool(self._left_before)
         self.put_back()  # a hook may take itself off, or add another one
         while self._left_before:
             self.running = True
@@ -66,12 +67,12 @@ class DeferredHooks:
                     "optimizer_step(), which passes none"
                 )
             self.running = False
-        self.defer()
         last = torch_optimizer._global_optimizer_post_hooks.values()
         self._left_after = [
             *self._after.values(),
             *(each.hook if isinstance(each, _ForOthers) else each for each in last),
         ]
+        return some
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.ended = True

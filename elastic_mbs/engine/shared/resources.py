@@ -125,7 +125,8 @@ class Resources:
     def follow_model(self) -> None:
         """Move with the model to another device."""
         leaves = self.model.leaves
-        if leaves and leaves[0].device not in self.devices:
+        moved = leaves and leaves[0].device not in self.devices
+        if moved and self.model.devices() != self.devices:
             self.monitor.stop()
             self._place()
 

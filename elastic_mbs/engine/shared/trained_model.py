@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_mbs.device import with_index
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 Modes = Sequence[bool]  # whether each module is in training mode
@@ -123,11 +124,37 @@ class TrainedModel:
         return f"a leaf of shape {tuple(leaf.shape)} outside the model"
 
     def devices(self) -> list[torch.device]:
-        """Return the devices of parameters and buffers in the order met; the CPU without either."""
+        """Return the devices of parameters and buffers in the order met; the CPU without either.
+
+        Tensors on "meta" have no values. Where all are there, it is the device that accelerate
+        brings their values to.
+
+        Raises:
+            UsageError: all are on "meta", and nothing tells where their values are.
+        """
         tensors = [*_values(_PARAMETERS, self.modules), *_values(_BUFFERS, self.modules)]
-        return list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None)) or [
-            torch.device("cpu")
-        ]
+        found = dict.fromkeys(tensor.device for tensor in tensors if tensor is not None)
+        if not found:
+            return [torch.device("cpu")]
+        return [
+            device for device in found if device.type != "meta"
+        ] or self._devices_of_the_values()
+
+    def _devices_of_the_values(self) -> list[torch.device]:
+        """Return where accelerate's hooks bring the values of a model that is on "meta"."""
+        hooks = [getattr(module, "_hf_hook", None) for module in self.modules]
+        hooks += chain.from_iterable(getattr(hook, "hooks", ()) for hook in list(hooks))
+        wanted = [getattr(hook, "execution_device", None) for hook in hooks]
+        found = [with_index(torch.device(device)) for device in wanted if device is not None]
+        if not found:
+            raise UsageError(
+                f"all parameters of {type(self.roots[0]).__name__} are on 'meta', where tensors "
+                "have no values: give the modules that hold the values. For stacked parameters "
+                "(torch.func) that is `held = nn.ParameterList(params.values())`: give "
+                "ElasticMBS(held), and call functional_call with dict(zip(params, held)). A model "
+                "that is still to be filled comes after to_empty(device=...) or its checkpoint"
+            )
+        return list(dict.fromkeys(found))
 
     def normalises_batch(self) -> bool:
         """Return whether a BatchNorm in the model would use the statistics of the piece now."""
@@ -183,6 +210,12 @@ def _check(module: nn.Module) -> None:
             f"{kind} has parameters without a shape yet: run one batch through the model first, "
             "under torch.no_grad()"
         )
+    if any(map(_takes_samples_apart, (module, *module._forward_hooks.values()))):
+        raise UnsupportedError(
+            f"{kind} is trained privately by opacus, which clips the gradient of each sample by "
+            "its share of the piece: a split would change the clipping, and a failure leave it "
+            "half done. Opacus' own BatchMemoryManager splits such batches"
+        )
     if not _WRAPPERS.isdisjoint(base.__name__ for base in type(module).__mro__):
         raise UnsupportedError(
             f"{kind} runs collectives or replicas inside forward and backward, and a replay in "
@@ -190,3 +223,12 @@ def _check(module: nn.Module) -> None:
             "Give the module itself, with one process per device; distributed training is not "
             "supported yet"
         )
+
+
+def _takes_samples_apart(value: object) -> bool:
+    """Return whether a module, or the owner of a hook, is opacus' maker of gradients per sample."""
+    kind = type(getattr(value, "__self__", value))
+    return any(
+        base.__module__.partition(".")[0] == "opacus" and "GradSample" in base.__name__
+        for base in kind.__mro__
+    )
