@@ -222,8 +222,14 @@ def _not_rebuilt(obj: Any, why: object) -> BatchError:
 
 
 def to_register(cls: type) -> str:
-    """Return the call to paste for a type that is not known."""
-    return f"register_splitter({cls.__qualname__}, length=..., slice=...)"
+    """Return the call to paste for a type that is not known.
+
+    A class with nothing of its own can be made at run time (PyG's DataBatch), where no import finds
+    it: its first base with a body is named, which serves as well.
+    """
+    written = next((base for base in cls.__mro__[:-1] if not vars(base).keys() <= _BARE), cls)
+    name = cls.__qualname__ if written is cls else type_name(written)
+    return f"register_splitter({name}, length=..., slice=...)"
 
 
 _BUILTINS: dict[Any, Kind] = {
@@ -234,6 +240,12 @@ _BUILTINS: dict[Any, Kind] = {
         Role.LIST, lambda obj: dict(enumerate(obj)), lambda obj, parts: list(parts.values())
     ),
     dict: Kind(Role.FIELDS, dict, lambda obj, parts: dict(parts)),
+}
+# what a class statement without a body leaves in a class
+_BARE = {
+    *vars(type("_", (), {})),
+    *("__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
+    *("__firstlineno__", "__static_attributes__"),
 }
 _SCALARS = (
     str,

@@ -62,6 +62,12 @@ def _separate(value: Any, names: tuple[str, ...] | None) -> tuple[Any, Any]:
     if loss is not None:
         return loss, value
     if isinstance(value, tuple | list) and value:
+        if type(value) is list and len(value) > 1 and all(map(_is_loss, value)):
+            raise LossError(
+                f"loss_fn returned a list of {len(value)} losses, and only the first would be "
+                "trained: return their sum, or a dict of them with count= as a dict; the tuple "
+                "(loss, outputs) has a loss and what is kept beside it"
+            )
         outputs = value[1] if len(value) == 2 else tuple(value[1:]) or None
         return value[0], outputs
     raise LossError(f"loss_fn returned a {type(value).__name__}, which has no loss in it; {_WAYS}")
@@ -79,6 +85,10 @@ def _scalar(loss: Any, what: str) -> torch.Tensor:
         raise LossError(f"{what} has dtype {loss.dtype}; it must be a real floating-point scalar")
     # a 0-d loss is returned itself and not as a view: a failed attempt detaches it
     return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
 
 def is_plain(loss: object) -> TypeGuard[torch.Tensor]:

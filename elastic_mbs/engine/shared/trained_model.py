@@ -126,6 +126,14 @@ class TrainedModel:
             if isinstance(m, nn.modules.batchnorm._BatchNorm) and not hasattr(m, "batch_group")
         ]
 
+    def sequence_first(self) -> str | None:
+        """Return the name of a module that takes (S, N, …), with the samples on dim 1, if any."""
+        for name, module in chain.from_iterable(root.named_modules() for root in self.roots):
+            takes_sequences = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
+            if takes_sequences and not module.batch_first:
+                return f"{name or 'the model'} ({type(module).__name__})"
+        return None
+
 
 _MODULES, _PARAMETERS, _BUFFERS, _TRAINING = map(
     attrgetter, ("_modules", "_parameters", "_buffers", "training")
