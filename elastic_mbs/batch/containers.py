@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import numbers
 import sys
 from collections import UserDict
@@ -224,12 +225,22 @@ def _not_rebuilt(obj: Any, why: object) -> BatchError:
 def to_register(cls: type) -> str:
     """Return the call to paste for a type that is not known.
 
-    A class with nothing of its own can be made at run time (PyG's DataBatch), where no import finds
-    it: its first base with a body is named, which serves as well.
+    No import finds a class that was made at run time, as PyG's DataBatch is: its first base that
+    was written is named, which serves as well.
     """
-    written = next((base for base in cls.__mro__[:-1] if not vars(base).keys() <= _BARE), cls)
+    written = next((base for base in cls.__mro__[:-1] if not _is_made(base)), cls)
     name = cls.__qualname__ if written is cls else type_name(written)
     return f"register_splitter({name}, length=..., slice=...)"
+
+
+def _is_made(cls: type) -> bool:
+    """Return whether a class has nothing of its own, and no statement that it comes from."""
+    if not vars(cls).keys() <= _BARE:
+        return False
+    try:
+        return not inspect.getsource(cls)
+    except (OSError, TypeError):
+        return True
 
 
 _BUILTINS: dict[Any, Kind] = {
@@ -245,7 +256,6 @@ _BUILTINS: dict[Any, Kind] = {
 _BARE = {
     *vars(type("_", (), {})),
     *("__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
-    *("__firstlineno__", "__static_attributes__"),
 }
 _SCALARS = (
     str,
