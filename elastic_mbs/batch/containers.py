@@ -13,7 +13,7 @@ import inspect
 import numbers
 import sys
 from collections import UserDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -118,6 +118,34 @@ kind_of: Callable[[type], Kind] = cached_kind  # mypy takes the cached function 
 def roles_in(values: Iterable[Any]) -> set[Role]:
     # once per type, so that a list of many strings costs little
     return {kind_of(cls).role for cls in set(map(type, values))}
+
+
+def alike(values: Iterable[Any]) -> bool:
+    """Return whether values can be samples of one kind, by their types and the tensors' forms."""
+    return len({_form(value) for value in values if value is not None}) == 1
+
+
+def _form(value: Any) -> Any:
+    """Return what samples of one kind have in common."""
+    kind = kind_of(type(value))
+    if kind.role in (Role.TENSOR, Role.ARRAY):
+        return value.ndim, value.dtype
+    if type(value) in (list, tuple):
+        return type(value), frozenset(_form(part) for part in value if part is not None)
+    return numbers.Number if isinstance(value, numbers.Number) else type(value)
+
+
+def are_columns(values: Sequence[Any]) -> bool:
+    """Return whether lists in a list are the fields of all samples: what `zip(*samples)` makes.
+
+    They have one length, each has elements of one kind, and not all have elements of the same.
+    """
+    return (
+        {type(value) for value in values} <= {list, tuple}
+        and len({len(value) for value in values}) == 1
+        and all(map(alike, values))
+        and not alike(values)
+    )
 
 
 def _take_user_dict(obj: Any) -> Parts:

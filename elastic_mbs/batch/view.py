@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_mbs.batch.agreement.agree import Agreement
 from elastic_mbs.batch.containers import Path, dotted, kind_of, map_tensors, tensors_in
 from elastic_mbs.batch.cut import Dims, ListLayout
-from elastic_mbs.batch.layout import MANY, Cut, Layout, Node
+from elastic_mbs.batch.layout import MANY, Cut, Node
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.errors import BatchError
 
@@ -50,6 +51,8 @@ class BatchView:
         if self._rows is not None:
             self.tensors = list(self._rows.values())
             self.length, elements = self.tensors[0].shape[0], sum(map(_NUMEL, self.tensors))
+            if not self.known_lists and self.length > 1:
+                self.known_lists = _shown(batch, self._rows)
         else:
             # also those that pass whole and those inside per-sample items
             self.tensors, elements = [], 0
@@ -75,11 +78,10 @@ class BatchView:
     @cached_property
     def _tree(self) -> tuple[Node, Sequence[Node], int]:
         """Nodes of the batch: the root, the nodes without parts; and the number of samples."""
-        layout = Layout(_checked(self._dims) if self._dims else {}, dict(self.known_lists))
-        root = layout.read(self.batch)
-        length = layout.finish(root)
-        self.known_lists = layout.known
-        return root, layout.ends, length
+        dims = _checked(self._dims) if self._dims else {}
+        read = Agreement(self.batch, dims, self.known_lists)
+        self.known_lists = read.known
+        return read.root, read.ends, read.samples
 
     def piece(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop`: views in new containers.
@@ -170,10 +172,22 @@ def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
     if set(map(type, tensors)) != _PLAIN or set(map(_LAYOUT, tensors)) != _DENSE:
         return None
     try:
-        lengths = {shape[0] if shape else 0 for shape in map(_SHAPE, tensors)}
+        shapes = list(map(_SHAPE, tensors))
     except RuntimeError:  # nested tensors have none
         return None
-    return parts if len(lengths) == 1 and 0 not in lengths else None
+    lengths = {shape[0] if shape else 0 for shape in shapes}
+    if len(lengths) > 1 or 0 in lengths:
+        return None
+    (length,) = lengths
+    # can be read in another way, see `agreement.questions`
+    square = any(len(shape) > 2 and shape[1] == length for shape in shapes)
+    return None if square or (type(batch) is list and len(batch) == length) else parts
+
+
+def _shown(batch: Any, rows: Mapping[Any, Tensor]) -> Mapping[Path, ListLayout]:
+    """Return what a batch whose reading is certain shows for later ones."""
+    shown = {(key,): ListLayout.FIELDS for key, tensor in rows.items() if tensor.ndim > 2}
+    return shown | {(): ListLayout.FIELDS} if type(batch) is list else shown
 
 
 def check_graphs(view: BatchView) -> None:
