@@ -111,6 +111,7 @@ class ElasticMBS:
             counted=settings.reduction == "sum",
             warn_once=self._resources.warn,
             sequence_first=trained.sequence_first,
+            placeholders=trained.placeholders,
         )
         self._calls = calls(self._resources, self._knowledge, batches)
         self._rehearsal = Rehearsal(self._resources, self._knowledge, batches)

@@ -124,7 +124,7 @@ def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, na
         ({"input_ids": rows(8, 5), "position_ids": rows(3, 8, 5)}, 8, '{"position_ids": 1}'),
         ({"images": [rows(3, 4) for _ in range(8)], "y": rows(8)}, 8, 'cut.items("images")'),
         ([[rows(3, i) for i in range(1, 9)], rows(8)], 8, 'cut.items("0")'),
-        ([rows(5), rows(7)], 2, "cut.items()"),
+        ([torch.ones(5), torch.ones(7)], 2, "cut.items()"),
         (
             {"images": [rows(3, i) for i in (4, 5)], "p": rows(3, 2, 6), "x": rows(2, 6)},
             2,
@@ -164,7 +164,7 @@ def test_the_line_for_a_reading_that_shapes_support_is_right(
         ({"x": rows(8), "t": [{"a": rows(5)}, {"a": rows(6)}]}, '"t": list of 2 items'),
         ({"x": rows(8), "y": rows(7), "t": [{"a": rows(5)}]}, "on its length: 1 and 7 and 8"),
         ({"x": rows(8), "a": np.zeros((2, 8))}, '"a": shape (2, 8), 2 on dim 0'),
-        ({str(i): rows(8 + i % 2) for i in range(15)}, "… and 9 more"),
+        ({str(i): torch.ones(8 + i % 2, 2) for i in range(15)}, "… and 9 more"),
         ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, '"v.1": shape (5, 4)'),
         ({"boxes": rows(9, 4), "image": rows(4, 3, 9)}, "9 rows do not divide by 4 samples"),
     ],

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import Any
 
-from elastic_mbs.batch.agreement.evidence import Way, ways_of
+from elastic_mbs.batch import cut
+from elastic_mbs.batch.agreement.evidence import Evidence, Way
 from elastic_mbs.batch.agreement.questions import outermost
 from elastic_mbs.batch.agreement.texts import MOST_NAMES, line_on
 from elastic_mbs.batch.containers import Path, alike, suffixes, walk
 from elastic_mbs.batch.layout import Cut, Layout, Node
 
-# A number of samples under given `dims`; None where the batch is refused.
-Reads = Callable[[Any, Mapping[str, Any]], int | None]
+# The number of samples under given `dims`; None where the batch is refused.
+Reads = Callable[[Mapping[str, Any]], int | None]
 
 _SHOWN = 6  # leaves
 _OFFERED = 3  # lines
@@ -73,48 +74,53 @@ def _unused(layout: Layout, batch: Any) -> str:
 
 
 def _offers(layout: Layout, root: Node, leaves: Sequence[Node], reads: Reads) -> list[str]:
-    found = list[str]()
-    unsaid = {id(node) for node in layout.sequences}
-    for samples, said in islice(_choices(layout, root, leaves, unsaid), _TRIED):
+    found = dict[str, None]()
+    for samples, said in islice(_choices(layout, root, leaves), _TRIED):
         line = _joined(said)
         if line is None:
             continue
         text, meaning, dims = line
-        if reads(root.value, {**layout.dims, **dims}) == samples:
-            found.append(f"  if it has {samples} samples, {meaning}: dims={text}")
-    return list(dict.fromkeys(found))[:_OFFERED]
+        if reads({**layout.dims, **dims}) == samples:
+            found[f"  if it has {samples} samples, {meaning}: dims={text}"] = None
+    if not found and alike(root.value) and any(node is root for node in layout.sequences):
+        entries = len(root.value)
+        if reads(cut.items()) == entries:
+            return [f"  if it has {entries} samples, one per entry: dims=cut.items()"]
+    return list(found)[:_OFFERED]
 
 
 def _choices(
-    layout: Layout, root: Node, leaves: Sequence[Node], unsaid: set[int]
+    layout: Layout, root: Node, leaves: Sequence[Node]
 ) -> Iterator[tuple[int, list[tuple[Way, Path]]]]:
     """Yield readings: the number of samples, and the way to say each part that has another."""
-    if id(root) in unsaid and alike(root.value):
-        yield len(root.value), [(Way.items(), ())]
-    lists = [
-        *outermost(root, unsaid)[0],
-        *(node for node, _, _ in layout.open if node.cut is Cut.ITEMS),
-    ]
-    counts = {len(node.value) for node in lists}
-    for samples in sorted({*counts, *(leaf.size for leaf in leaves)} - {0}):
+    unsaid = {id(node) for node in layout.sequences}
+    lists = outermost(root, unsaid)[0]
+    lists += [node for node, _, _ in layout.open if node.cut is Cut.ITEMS]
+    in_lists = {id(end) for node in lists for end in node.ends()}
+    evidence = Evidence([leaf for leaf in leaves if id(leaf) not in in_lists])
+    sizes = {len(node.value) for node in lists} | {leaf.size for leaf in leaves}
+    for samples in sorted((sizes | evidence.lengths()) - {0}):
         items = [node for node in lists if len(node.value) == samples]
         inside = {id(end) for node in items for end in node.ends()}
         beside = [leaf for leaf in leaves if id(leaf) not in inside]
         fitting = [leaf for leaf in beside if leaf.size == samples]
-        others = [leaf for leaf in beside if leaf.size != samples]
-        said = [(Way.items(), node.path) for node in items]
-        for ways in product(*(ways_of(leaf, fitting, samples) for leaf in others)):
-            places = [leaf.path for leaf in others]
-            yield samples, [*said, *zip(ways, places, strict=True)]
+        groups = [
+            [leaf for leaf in beside if leaf.size == size]
+            for size in dict.fromkeys(leaf.size for leaf in beside if leaf.size != samples)
+        ]
+        said = [(Way("items"), node.path) for node in items]
+        for ways in product(*(evidence.ways(group, fitting, samples) for group in groups)):
+            told = zip(ways, groups, strict=True)
+            yield samples, [*said, *((way, leaf.path) for way, group in told for leaf in group)]
 
 
 def _joined(said: Sequence[tuple[Way, Path]]) -> tuple[str, str, dict[str, Any]] | None:
     """Return ways as one line to paste after `dims=`, its meaning, and its value."""
     texts, meanings = list[str](), list[str]()
-    dims: dict[str, Any] = {}
+    dims = dict[str, Any]()
     for way in dict.fromkeys(way for way, _ in said):
         paths = [path for each, path in said if each == way]
-        if len(paths) > MOST_NAMES:
+        if not 0 < len(way.told(paths)) <= MOST_NAMES:
             return None
         texts.append(way.text(paths))
         meanings.append(way.meaning(paths))

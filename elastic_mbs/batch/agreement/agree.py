@@ -11,6 +11,8 @@ from elastic_mbs.batch.agreement.texts import line_on
 from elastic_mbs.batch.containers import Path
 from elastic_mbs.batch.cut import Dims, ListLayout
 from elastic_mbs.batch.layout import Cut, Layout, Node, call, where
+from elastic_mbs.batch.ragged.relations import Placeholders
+from elastic_mbs.batch.ragged.settle import Belongs, settle
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
@@ -22,11 +24,17 @@ class Agreement:
         root: the batch as a tree of nodes.
         ends: all values without parts.
         samples: the number of samples.
-        known: how lists were read in this batch and earlier ones.
+        known: how its values were read, in this batch and earlier ones.
     """
 
-    def __init__(self, batch: Any, dims: Dims, known: Mapping[Path, ListLayout]) -> None:
-        self._layout = layout = Layout(dims, dict(known))
+    def __init__(
+        self,
+        batch: Any,
+        dims: Dims,
+        known: Mapping[Path, ListLayout | Belongs],
+        placeholders: Placeholders = dict,
+    ) -> None:
+        self._layout = layout = Layout(dims, dict(known), placeholders)
         self.root = root = layout.read(batch)
         _close(layout, root)
         _check_tuples(layout)
@@ -37,13 +45,27 @@ class Agreement:
         self.known = layout.known
         if self.samples > 1:
             shown = [node for node in layout.sequences if len(node.value) != self.samples]
-            shown += [leaf for leaf in self.leaves if is_certain(leaf, self.samples)]
             self.known.update({node.path: ListLayout.FIELDS for node in shown})
+            for leaf in self.leaves:
+                if leaf.cut is Cut.NARROW and is_certain(leaf.value, self.samples):
+                    self.known.setdefault(leaf.path, Belongs.SAMPLES)
+
+    def _samples(self, dims: Dims) -> int | None:
+        """Return the number of samples under other `dims`; None where the batch is refused."""
+        try:
+            return Agreement(self.root.value, dims, {}, self._layout.placeholders).samples
+        except BatchError:
+            return None
 
     def _length(self) -> int:
-        sizes = {leaf.size for leaf in self.leaves}
+        layout, sizes = self._layout, {leaf.size for leaf in self.leaves}
         if len(sizes) > 1:
-            raise BatchError(disagreement(self._layout, self.root, _samples))
+            raise BatchError(disagreement(layout, self.root, self._samples))
+        if layout.ragged:
+            plain = [leaf.path for leaf in self.leaves if leaf.path[:-1] in layout.keyed]
+            rest = next(iter(sizes), None)
+            sizes = {settle(self.root.value, layout.ragged, rest, layout.known, plain)}
+            self.leaves = [end for end in self.ends if end.size >= 0]
         if not sizes:
             raise BatchError(
                 "there is nothing to cut in the batch (type "
@@ -56,14 +78,6 @@ class Agreement:
                 f"the batch is empty: {line_on(self.leaves[0])}\n  skip it before the call"
             )
         return size
-
-
-def _samples(batch: Any, dims: Mapping[str, Any]) -> int | None:
-    """Return the number of samples of a batch under other `dims`; None where it is refused."""
-    try:
-        return Agreement(batch, dims, {}).samples
-    except BatchError:
-        return None
 
 
 def _check_tuples(layout: Layout) -> None:
@@ -102,6 +116,7 @@ def _decide(layout: Layout, length: int) -> None:
             node.cut, node.children = fields.cut, fields.children
             layout.unclear += inner.unclear
             layout.asked += inner.asked
+            layout.ragged += inner.ragged
             layout.sequences += [node if each is fields else each for each in inner.sequences]
         if length != 1:
             layout.known[node.path] = (

@@ -93,9 +93,9 @@ def _as_long_as_the_batch(layout: Layout, root: Node, unsaid: set[int], samples:
     return found + [node for node in lists if len(node.value) == samples]
 
 
-def is_certain(leaf: Node, samples: int) -> bool:
-    """Return whether a tensor of three dimensions or more can have its samples on dim 0 alone."""
-    return leaf.cut is Cut.NARROW and leaf.value.ndim > 2 and leaf.value.shape[1] != samples
+def is_certain(value: Tensor, samples: int) -> bool:
+    """Return whether a tensor that could be asked about in other batches has one reading here."""
+    return value.ndim > 2 and value.dtype in _WHOLE_NUMBERS and value.shape[1] != samples
 
 
 def _ask_about_dims(layout: Layout, root: Node, samples: int) -> None:
