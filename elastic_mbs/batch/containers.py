@@ -138,11 +138,10 @@ def _form(value: Any) -> Any:
 def are_columns(values: Sequence[Any]) -> bool:
     """Return whether lists in a list are the fields of all samples: what `zip(*samples)` makes.
 
-    They have one length, each has elements of one kind, and not all have elements of the same.
+    Each has elements of one kind, and not all have elements of the same.
     """
     return (
         {type(value) for value in values} <= {list, tuple}
-        and len({len(value) for value in values}) == 1
         and all(map(alike, values))
         and not alike(values)
     )

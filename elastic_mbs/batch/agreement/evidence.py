@@ -79,7 +79,7 @@ class Way:
 
 
 class Evidence:
-    """What the numbers and shapes of a batch's parts tell about its rows."""
+    """The numbers and shapes of a batch's parts, which tell about its rows."""
 
     def __init__(self, leaves: Iterable[Node]) -> None:
         self._leaves = [leaf for leaf in leaves if leaf.cut in (Cut.NARROW, Cut.COPY)]

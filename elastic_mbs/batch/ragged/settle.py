@@ -60,6 +60,7 @@ def settle(
         node.ragged = settled.field(node.path, node.value, member, known)
         if node.ragged is not None:
             node.dim, node.size = node.ragged.dim, settled.samples
+    settled.ask()
     return settled.samples
 
 
@@ -74,6 +75,7 @@ class _Settled:
         self._batch = batch
         self._values: dict[Any, tuple[Tensor, str]] = {}
         self._rows: dict[Any, Rows] = {}
+        self._unclear: list[tuple[Path, Relation]] = []
         for node, member in asked:
             values, name = self._source(node.path, member.relation)
             told = member.relation.samples(values)
@@ -117,11 +119,16 @@ class _Settled:
         relation, name = member.relation, f'"{dotted(path)}"'
         rows = self._rows_of(path, relation, rows_in(value, member.dim))
         one_each = Rows(list(range(self.samples + 1)))
-        if not member.sure and self.samples > 1 and _length(value) == self.samples:
+        size = _length(value)
+        # fewer rows than samples: the part that tells how many these are can be the odd one
+        by_index = relation.how is How.INDEX and isinstance(relation.by, str)
+        fewer = by_index and 0 < size < self.samples
+        if not member.sure and self.samples > 1 and (fewer or size == self.samples):
             same = rows.order is None and rows.bounds == one_each.bounds
             reading = Belongs.ROWS if same else known.get(path)
             if reading is None:
-                raise BatchError(_two_readings(path, relation, rows, self._source(path, relation)))
+                self._unclear.append((path, relation))
+                return None
             if reading is Belongs.SAMPLES:
                 return RowsOf(one_each)
         elif not member.sure:
@@ -129,6 +136,30 @@ class _Settled:
         into = member.into
         pointed = None if into is None else self._rows_of(path, into, 0)
         return member.field(value, rows, name, pointed)
+
+    def ask(self) -> None:
+        """Raise a BatchError about the fields that can be read in two ways."""
+        if not self._unclear:
+            return
+        path, relation = self._unclear[0]
+        alike = [dotted(other) for other, each in self._unclear if each is relation]
+        names, key = ", ".join(f'"{name}"' for name in alike), self._source(path, relation)[1]
+        way = f"cut.ragged({names}, by={key})"
+        if relation.how in (How.OFFSETS, How.CUMULATED):
+            way = f"cut.packed({names}, cu_seqlens={key})"
+        plain = ", ".join(f'"{name}": 0' for name in alike)
+        raise BatchError(
+            f"{_some(alike)} can be read in two ways beside {key}: the batch has {self.samples} "
+            "samples, and no fewer than rows\n"
+            f"  one row per sample: dims={{{plain}}}\n"
+            f"  rows that {key} gives to the samples: dims={way}"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names[:4]) + (
+        f" and {len(names) - 4} more" if len(names) > 4 else ""
+    )
 
 
 def _length(value: Any) -> int:
@@ -146,18 +177,4 @@ def _without_samples(asked: Asked) -> str:
     return (
         f"nothing tells how many samples the batch has: {names} hold rows that belong to samples\n"
         f"  {way}"
-    )
-
-
-def _two_readings(path: Path, relation: Relation, rows: Rows, source: tuple[Tensor, str]) -> str:
-    name, key = dotted(path), source[1]
-    place = key.strip('"')
-    way = f'cut.ragged("{name}", by="{place}")'
-    if relation.how in (How.OFFSETS, How.CUMULATED):
-        way = f'cut.packed("{name}", cu_seqlens="{place}")'
-    return (
-        f'"{name}" has {rows.samples} rows, as many as the batch has samples, and can be read in '
-        f"two ways beside {key}\n"
-        f'  one row per sample: dims={{"{name}": 0}}\n'
-        f"  rows that {key} gives to the samples: dims={way}"
     )
