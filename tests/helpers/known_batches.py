@@ -85,13 +85,12 @@ class Maker:
 
     def _samples(self) -> Known:
         """Return a list of samples."""
-        sample = self.random.choice(
-            [
-                lambda: {"a": self.floats(self.size(), 2)},
-                lambda: (self.floats(3, self.size()), self.size()),
-                lambda: self.floats(self.size(), 4),
-            ]
-        )
+        kinds: list[Callable[[], Any]] = [
+            lambda: {"a": self.floats(self.size(), 2)},
+            lambda: (self.floats(3, self.size()), self.size()),
+            lambda: self.floats(self.size(), 4),
+        ]
+        sample = self.random.choice(kinds)
         batch = [sample() for _ in range(self.n)]
         hidden = isinstance(batch[0], Tensor) and len({len(each) for each in batch}) == 1
         return Known(batch, self.n, lambda i, j: batch[i:j], {"": "items"}, hidden)

@@ -23,6 +23,7 @@ Reads = Callable[[Mapping[str, Any]], int | None]
 _SHOWN = 6  # leaves
 _OFFERED = 3  # lines
 _TRIED = 12
+_WIDEST = 240  # columns of a line
 
 
 def disagreement(layout: Layout, root: Node, reads: Reads) -> str:
@@ -82,6 +83,7 @@ def _offers(layout: Layout, root: Node, leaves: Sequence[Node], reads: Reads) ->
         text, meaning, dims = line
         if reads({**layout.dims, **dims}) == samples:
             found[f"  if it has {samples} samples, {meaning}: dims={text}"] = None
+    found = {line: None for line in found if len(line) <= _WIDEST}
     if not found and alike(root.value) and any(node is root for node in layout.sequences):
         entries = len(root.value)
         if reads(cut.items()) == entries:
@@ -109,6 +111,8 @@ def _choices(
             for size in dict.fromkeys(leaf.size for leaf in beside if leaf.size != samples)
         ]
         said = [(Way("items"), node.path) for node in items]
+        if any(id(leaf) in in_lists for group in groups for leaf in group):
+            continue
         for ways in product(*(evidence.ways(group, fitting, samples) for group in groups)):
             told = zip(ways, groups, strict=True)
             yield samples, [*said, *((way, leaf.path) for way, group in told for leaf in group)]
@@ -118,9 +122,14 @@ def _joined(said: Sequence[tuple[Way, Path]]) -> tuple[str, str, dict[str, Any]]
     """Return ways as one line to paste after `dims=`, its meaning, and its value."""
     texts, meanings = list[str](), list[str]()
     dims = dict[str, Any]()
-    for way in dict.fromkeys(way for way, _ in said):
+    ways = list(dict.fromkeys(way for way, _ in said))
+    sources = [way.source for way in ways if way.source]
+    if len(set(sources)) < len(sources):
+        return None  # numbers that would tell two things
+    for way in ways:
         paths = [path for each, path in said if each == way]
-        if not 0 < len(way.told(paths)) <= MOST_NAMES:
+        told = way.told(paths)
+        if not 0 < len(told) <= MOST_NAMES or not set(sources).isdisjoint(told):
             return None
         texts.append(way.text(paths))
         meanings.append(way.meaning(paths))

@@ -41,7 +41,7 @@ class Agreement:
         self.ends = root.ends()
         self.leaves = [end for end in self.ends if end.size >= 0]
         self.samples = self._length()
-        ask(layout, root, self.samples)
+        ask(layout, root, self.samples, known)
         self.known = layout.known
         if self.samples > 1:
             shown = [node for node in layout.sequences if len(node.value) != self.samples]

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from elastic_mbs.batch.agreement.texts import MOST_NAMES, some_of
-from elastic_mbs.batch.containers import alike
+from elastic_mbs.batch.containers import Path, alike
 from elastic_mbs.batch.layout import MANY, Cut, Layout, Node, call, quoted, where
 from elastic_mbs.errors import BatchError
 
 _WHOLE_NUMBERS = {torch.int64, torch.int32}
 
 
-def ask(layout: Layout, root: Node, samples: int) -> None:
+def ask(layout: Layout, root: Node, samples: int, known: Container[Path]) -> None:
     """Raise a BatchError about what can be read in another way, with the line for each.
 
     Args:
         layout: the batch.
         root: the tree of its values, all of which agree on the number of samples.
         samples: this number.
+        known: what earlier batches have shown.
     """
     if samples == 1 and not layout.sequences:
         return
-    unsaid = {id(node) for node in layout.sequences if node.path not in layout.known}
+    unsaid = {id(node) for node in layout.sequences if node.path not in known}
     lists = _all_there_is(root, unsaid) or _as_long_as_the_batch(layout, root, unsaid, samples)
     if lists:
         raise BatchError(two_readings(lists, samples))
     if samples > 1:
-        _ask_about_dims(layout, root, samples)
+        _ask_about_dims(layout, root, samples, known)
 
 
 def two_readings(lists: Sequence[Node], samples: int) -> str:
@@ -85,12 +86,18 @@ def _as_long_as_the_batch(layout: Layout, root: Node, unsaid: set[int], samples:
     """Return the outermost lists with one element per sample that were read as fields."""
     if samples == 1:
         return []
-    found = list(layout.asked)
     is_list = type(root.value) is list and id(root) in unsaid
     if is_list and len(root.value) == samples and alike(root.value):
         return [root]
     lists, _ = outermost(root, unsaid)
-    return found + [node for node in lists if len(node.value) == samples]
+    found = {id(node) for node in [*layout.asked, *lists] if len(node.value) == samples}
+    return [node for node in _below(root) if id(node) in found]
+
+
+def _below(node: Node) -> Iterator[Node]:
+    for child in node.children.values():
+        yield child
+        yield from _below(child)
 
 
 def is_certain(value: Tensor, samples: int) -> bool:
@@ -98,9 +105,16 @@ def is_certain(value: Tensor, samples: int) -> bool:
     return value.ndim > 2 and value.dtype in _WHOLE_NUMBERS and value.shape[1] != samples
 
 
-def _ask_about_dims(layout: Layout, root: Node, samples: int) -> None:
+def _ask_about_dims(layout: Layout, root: Node, samples: int, known: Container[Path]) -> None:
     """Ask about whole numbers of shape (N, N, S) beside others of shape (N, S)."""
-    leaves = [end for end in root.ends() if end.cut is Cut.NARROW and end.dim == 0]
+    leaves = [
+        end
+        for end in root.ends()
+        if end.cut in (Cut.NARROW, Cut.RAGGED)
+        and end.dim == 0
+        and isinstance(end.value, Tensor)
+        and end.value.shape[:1] == (samples,)
+    ]
     shapes = {tuple(leaf.value.shape) for leaf in leaves if leaf.value.ndim > 1}
     for leaf in leaves:
         value: Tensor = leaf.value
@@ -108,7 +122,7 @@ def _ask_about_dims(layout: Layout, root: Node, samples: int) -> None:
             value.dtype in _WHOLE_NUMBERS
             and tuple(value.shape[1:]) in shapes
             and value.shape[1] == samples
-            and leaf.path not in layout.known
+            and leaf.path not in known
             and not layout.is_given(leaf.path)
         ):
             raise BatchError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Path, Role, kind_of
+from elastic_mbs.batch.containers import Path, Role, has_rows, kind_of, roles_in
 from elastic_mbs.batch.ragged import vision
 from elastic_mbs.batch.ragged.relations import How, Member, Part, Placeholders, Relation
 from elastic_mbs.batch.ragged.rows import whole_numbers
@@ -154,11 +154,12 @@ def _by_key(how: How, key: str) -> Relation:
 
 
 def _rows(value: Any) -> int:
-    """Return the length of a tensor, array or list; -1 where it has none."""
+    """Return the length of a tensor, array or list; -1 where it has none, or can hold fields."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else -1
-    return len(value) if kind_of(type(value)).role is Role.LIST else -1
+    is_list = kind_of(type(value)).role is Role.LIST
+    return len(value) if is_list and not has_rows(value, roles_in(value)) else -1
 
 
 def _is_index(value: Any, *, floats: bool = True) -> bool:

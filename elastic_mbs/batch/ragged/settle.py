@@ -118,24 +118,31 @@ class _Settled:
             return member.starts
         relation, name = member.relation, f'"{dotted(path)}"'
         rows = self._rows_of(path, relation, rows_in(value, member.dim))
-        one_each = Rows(list(range(self.samples + 1)))
+        if not member.sure:
+            reading = self._reading(path, value, relation, rows, known)
+            if reading is not Belongs.ROWS:
+                return RowsOf(Rows(list(range(self.samples + 1)))) if reading else None
+        into = member.into
+        pointed = None if into is None else self._rows_of(path, into, 0)
+        return member.field(value, rows, name, pointed)
+
+    def _reading(
+        self, path: Path, value: Any, relation: Relation, rows: Rows, known: dict[Path, Any]
+    ) -> Belongs | None:
+        """Return how a field with as many rows as a relation tells of is read; None: is asked."""
         size = _length(value)
         # fewer rows than samples: the part that tells how many these are can be the odd one
         by_index = relation.how is How.INDEX and isinstance(relation.by, str)
         fewer = by_index and 0 < size < self.samples
-        if not member.sure and self.samples > 1 and (fewer or size == self.samples):
-            same = rows.order is None and rows.bounds == one_each.bounds
-            reading = Belongs.ROWS if same else known.get(path)
-            if reading is None:
-                self._unclear.append((path, relation))
-                return None
-            if reading is Belongs.SAMPLES:
-                return RowsOf(one_each)
-        elif not member.sure:
+        if self.samples == 1 or not (fewer or size == self.samples):
             known[path] = Belongs.ROWS
-        into = member.into
-        pointed = None if into is None else self._rows_of(path, into, 0)
-        return member.field(value, rows, name, pointed)
+            return Belongs.ROWS
+        one_each = size == self.samples and rows.bounds == list(range(size + 1))
+        if one_each and rows.order is None:
+            return Belongs.ROWS
+        if path not in known:
+            self._unclear.append((path, relation))
+        return known.get(path)
 
     def ask(self) -> None:
         """Raise a BatchError about the fields that can be read in two ways."""
