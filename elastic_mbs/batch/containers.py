@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from elastic_mbs.batch.splitters import Splitter, type_name
+from elastic_mbs.batch.splitters import Splitter, splitter_of, type_name
 from elastic_mbs.errors import BatchError
 
 Path = tuple[Any, ...]
@@ -94,10 +94,13 @@ def cached_kind(cls: type) -> Kind:
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(cls, numpy.generic | numpy.ndarray):
         return (
-            Kind(Role.ARRAY, put=lambda obj, parts: obj.copy())
+            Kind(Role.ARRAY, put=lambda obj, parts: own_array(obj.copy()))
             if issubclass(cls, numpy.ndarray)
             else Kind(Role.SCALAR)
         )
+    known = splitter_of(cls)
+    if known is not None:
+        return Kind(Role.CUSTOM, splitter=known)
     if hasattr(cls, "__torch_function__") and not issubclass(cls, Tensor):
         # a tensor-like container (TensorDict) has a batch size of its own, which a rebuild would
         # keep
@@ -144,6 +147,15 @@ def are_columns(values: Sequence[Any]) -> bool:
         {type(value) for value in values} <= {list, tuple}
         and all(map(alike, values))
         and not alike(values)
+    )
+
+
+def is_collated_text(value: Any) -> bool:
+    """Return whether a value is a tuple of texts, as `default_collate` makes of them."""
+    return (
+        type(value) is tuple
+        and bool(value)
+        and all(isinstance(part, str | bytes) for part in value)
     )
 
 
@@ -367,6 +379,31 @@ def fresh(obj: Any) -> Any:
     """
     kind = kind_of(type(obj))
     return kind.put(obj, {key: fresh(part) for key, part in kind.take(obj).items()})
+
+
+def own_array(array: Any) -> Any:
+    """Return a numpy array that was just made, with new containers in it where it holds objects.
+
+    So an edit of one reaches no replay.
+    """
+    if array.dtype == object:
+        for place in sys.modules["numpy"].ndindex(array.shape):
+            array[place] = fresh(array[place])
+    return array
+
+
+def count_attributes(obj: Any, parts: Parts, samples: int) -> dict[str, bool]:
+    """Return the attributes of a dataclass that could hold its number of samples.
+
+    They are made from its fields (in `__post_init__`, say) and are none themselves. True for those
+    that have it now.
+    """
+    if not dataclasses.is_dataclass(obj):
+        return {}
+    others = getattr(obj, "__dict__", {}).items()
+    return {
+        name: value == samples for name, value in others if type(value) is int and name not in parts
+    }
 
 
 def row_attributes(obj: Any, parts: Parts) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import compress
+from itertools import accumulate, compress
 from math import ceil
 from operator import attrgetter
 from typing import Any
@@ -17,15 +17,25 @@ from torch import Tensor
 
 from elastic_mbs.batch.agreement.agree import Agreement
 from elastic_mbs.batch.agreement.questions import is_certain
-from elastic_mbs.batch.containers import Path, Role, dotted, kind_of, map_tensors, tensors_in
+from elastic_mbs.batch.containers import (
+    Path,
+    Role,
+    count_attributes,
+    dotted,
+    kind_of,
+    map_tensors,
+    tensors_in,
+    to_register,
+)
 from elastic_mbs.batch.cut import Dims, ListLayout
-from elastic_mbs.batch.layout import MANY, Cut, Node
+from elastic_mbs.batch.layout import MANY, Cut, Layout, Node, quoted, where
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.pieces import Costs, RowCosts
 from elastic_mbs.batch.ragged.keys import tells
 from elastic_mbs.batch.ragged.relations import Member, Placeholders
 from elastic_mbs.batch.ragged.rows import Rows
 from elastic_mbs.batch.ragged.settle import Belongs
+from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
 __all__ = ["BatchView", "map_tensors"]
@@ -88,6 +98,7 @@ class BatchView:
         """Nodes of the batch: the root, the nodes without parts; and the number of samples."""
         dims = _checked(self._dims) if self._dims else {}
         read = Agreement(self.batch, dims, self.known_lists, self._placeholders)
+        _check_counts(read.root, read.samples, read.layout)
         self.known_lists = read.known
         return read.root, read.ends, read.samples
 
@@ -157,8 +168,37 @@ class BatchView:
         return any(id(tensor) in whole for tensor in compress(self.tensors, moved))
 
 
+def _check_counts(root: Node, samples: int, layout: Layout) -> None:
+    """Refuse numbers of samples that every piece would get whole, unless `dims` allows it."""
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        todo.extend([child for child in node.children.values() if child.children])
+        if node.cut is not Cut.FIELDS or type(node.value) in _FLAT:
+            continue
+        for name, equal in count_attributes(node.value, node.children, samples).items():
+            path = (*node.path, name)
+            if not equal:
+                layout.known[path] = Belongs.WHOLE
+            elif samples > 1 and path not in layout.known and layout.given(path) is not None:
+                raise BatchError(
+                    f"{where(path)} of {type_name(type(node.value))} is {samples}, the number of "
+                    "samples, and every piece would get it\n"
+                    f"  if it is no number of samples: dims=cut.whole({quoted(path)})\n"
+                    f"  if it is: take len(...) of a part in its place, or "
+                    f"{to_register(type(node.value))}"
+                )
+
+
 def _elements(end: Node, tensors: Sequence[Tensor]) -> int:
     return int(end.value.size) if end.kind.role is Role.ARRAY else sum(map(_NUMEL, tensors))
+
+
+def _rows_in(end: Node) -> Rows | None:
+    if end.ragged is not None:
+        return end.ragged.rows
+    lengths = None if end.kind.splitter is None else end.kind.splitter.rows_of(end.value)
+    return None if lengths is None else Rows([0, *accumulate(lengths)])
 
 
 def _row_costs(ends: Sequence[Node], elements: int, samples: int) -> Costs | None:
@@ -172,7 +212,7 @@ def _row_costs(ends: Sequence[Node], elements: int, samples: int) -> Costs | Non
     by_row: dict[int, float] = {}  # elements of a row in all fields, by the id of the rows
     found: dict[int, Rows] = {}
     for end in ends:
-        rows = None if end.ragged is None else end.ragged.rows
+        rows = _rows_in(end)
         if rows is None or not rows.total:
             continue
         own = _elements(end, tensors_in(end.value))

@@ -21,6 +21,7 @@ class Agreement:
     """A batch, read.
 
     Attributes:
+        layout: how it was read.
         root: the batch as a tree of nodes.
         ends: all values without parts.
         samples: the number of samples.
@@ -34,7 +35,7 @@ class Agreement:
         known: Mapping[Path, ListLayout | Belongs],
         placeholders: Placeholders = dict,
     ) -> None:
-        self._layout = layout = Layout(dims, dict(known), placeholders)
+        self.layout = layout = Layout(dims, dict(known), placeholders)
         self.root = root = layout.read(batch)
         _close(layout, root)
         _check_tuples(layout)
@@ -53,12 +54,12 @@ class Agreement:
     def _samples(self, dims: Dims) -> int | None:
         """Return the number of samples under other `dims`; None where the batch is refused."""
         try:
-            return Agreement(self.root.value, dims, {}, self._layout.placeholders).samples
+            return Agreement(self.root.value, dims, {}, self.layout.placeholders).samples
         except BatchError:
             return None
 
     def _length(self) -> int:
-        layout, sizes = self._layout, {leaf.size for leaf in self.leaves}
+        layout, sizes = self.layout, {leaf.size for leaf in self.leaves}
         if len(sizes) > 1:
             raise BatchError(disagreement(layout, self.root, self._samples))
         if layout.ragged:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Role, kind_of
+from elastic_mbs.batch.containers import Role, kind_of, own_array
 from elastic_mbs.errors import BatchError
 
 
@@ -20,6 +20,8 @@ class Rows:
     bounds: list[int]  # N + 1
     # the rows sorted by sample, on the host; None where they lie in that order
     order: Tensor | None = None
+    # the offsets of the piece that was cut last, by its place
+    shared: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def samples(self) -> int:
@@ -43,12 +45,12 @@ class Rows:
             if isinstance(value, Tensor):
                 return value.narrow(dim, first, last - first)
             part = value[(*(slice(None),) * dim, slice(first, last)) if dim else slice(first, last)]
-            return part.copy() if kind_of(type(value)).role is Role.ARRAY else part
+            return own_array(part.copy()) if kind_of(type(value)).role is Role.ARRAY else part
         rows = self.order[first:last].sort().values
         if isinstance(value, Tensor):
             return value.index_select(dim, rows.to(value.device))
         if kind_of(type(value)).role is Role.ARRAY:
-            return value.take(rows.tolist(), dim)
+            return own_array(value.take(rows.tolist(), dim))
         return [value[row] for row in rows.tolist()]
 
     @classmethod
@@ -78,6 +80,8 @@ def whole_numbers(value: Any, name: str) -> Tensor:
     listed = isinstance(value, Tensor | Sequence) or kind_of(type(value)).role is Role.ARRAY
     try:
         found = torch.as_tensor(value, device="cpu") if listed and not _is_text(value) else None
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError):
         found = None
     if found is None or found.dtype == torch.bool or found.is_complex():
