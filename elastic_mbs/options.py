@@ -62,13 +62,19 @@ class GradientOptions(_Group):
             `StepResult.noise_scale`; None leaves it out. It takes one extra copy of the gradients,
             a norm per piece, and a wait for the device per call. A call of one piece, or one that
             finds gradients, adds nothing.
+        draws: "piece" draws random numbers (noise, dropout) as `loss_fn` asks for them, so they
+            depend on the split. "sample" gives each sample numbers of its own, the same for every
+            split. They are drawn row by row, so it is slow where samples are small; torch's numbers
+            only, with the samples as the first dimension.
     """
 
     accumulate_dtype: torch.dtype | None = None
     backward: Callable[[torch.Tensor], object] | None = None
     noise_scale: int | None = None
+    draws: Literal["piece", "sample"] = "piece"
 
     def __post_init__(self) -> None:
+        _check_choice(self, "draws", "piece", "sample")
         if self.accumulate_dtype not in (None, torch.float32, torch.float64):
             raise UsageError(
                 f"accumulate_dtype={self.accumulate_dtype!r} is not wider than half precision: "
@@ -186,6 +192,7 @@ class Options(TypedDict, total=False):
     outputs: OutputPlace
     log: str | os.PathLike[str] | None
     on_event: Sink | Iterable[Sink]
+    optimizers: Sequence[torch.optim.Optimizer]
     name: str | None
     enabled: bool
     policy: Policy | None

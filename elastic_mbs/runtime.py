@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
@@ -10,30 +10,27 @@ from typing import Any, NoReturn, Self, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_mbs.arguments import closed
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.reader import BatchReader
-from elastic_mbs.calls import Calls
-from elastic_mbs.controller.size_model import SizeModel
-from elastic_mbs.disabled import DisabledCalls
+from elastic_mbs.doors.arguments import check_place, closed
+from elastic_mbs.doors.calls import Calls
+from elastic_mbs.doors.disabled import DisabledCalls
+from elastic_mbs.doors.figures import RuntimeFigures
+from elastic_mbs.doors.registry import check_same, register, runtime_of
 from elastic_mbs.engine.micro_batch import MicroBatch
-from elastic_mbs.engine.outcome.result import Stats, StepResult
+from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.shared.knowledge import Knowledge
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import check_function
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import UsageError
-from elastic_mbs.events import format_bytes
-from elastic_mbs.memory import Headroom, Reading
 from elastic_mbs.options import Options, OutputPlace, Settings, check_names, event_log
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.rehearsal.rehearsal import Rehearsal
 from elastic_mbs.rehearsal.verify import VerifyReport
-from elastic_mbs.sinks.notebook import memory_bar, runtime_html, sentence
-from elastic_mbs.sinks.progress import progress_bar
 
 
-class ElasticMBS:
+class ElasticMBS(RuntimeFigures):
     """A runtime that keeps a training loop alive through out-of-memory errors.
 
     The user picks the batch, the runtime the micro-batch.
@@ -70,6 +67,7 @@ class ElasticMBS:
             `elastic-mbs report` and `elastic-mbs watch`.
         on_event: a function, or several, that get each `Event`, a `CallDone` for each finished call
             among them; see `elastic_mbs.sinks` for some.
+        optimizers: those whose `step()` is guarded in place, as `optimizer_step` does it.
         name: name in logs and events; "elastic_mbs" by default.
         enabled: False makes each call a plain pass over the whole batch, with nothing caught.
         policy: which sizes are allowed, and how eagerly the size is raised.
@@ -87,6 +85,7 @@ class ElasticMBS:
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], **options: Unpack[Options]) -> None:
         check_names("ElasticMBS", options)
+        self._options = options
         trained = TrainedModel(model)
         settings = Settings.of(options).for_model(
             normalises_batch=trained.normalises_batch(), group=trained.group
@@ -113,8 +112,28 @@ class ElasticMBS:
             sequence_first=trained.sequence_first,
             placeholders=trained.placeholders,
         )
-        self._calls = calls(self._resources, self._knowledge, batches)
-        self._rehearsal = Rehearsal(self._resources, self._knowledge, batches)
+        work = (self._resources, self._knowledge, batches)
+        self._calls = calls(*work, options.get("optimizers", ()))
+        self._rehearsal = Rehearsal(*work)
+        register(trained.roots, self)
+
+    @classmethod
+    def of(cls, model: nn.Module, **options: Unpack[Options]) -> ElasticMBS:
+        """Return the runtime of a module: the latest that was made, or else a new one.
+
+        For a loop in another file, which is given the model alone: sizes are kept from one of its
+        calls to the next. A new runtime lives as long as the module.
+
+        Args:
+            model: a module that a runtime was made for, or one without a runtime.
+            **options: as for `ElasticMBS`, for a new runtime.
+
+        Raises:
+            UsageError: no module, or its runtime was made with other options.
+        """
+        found: ElasticMBS = runtime_of(model, lambda: cls(model, **options))
+        check_same(model, options, found._options)
+        return found
 
     # ------------------------------------------------------------------ lifetime
 
@@ -275,16 +294,7 @@ class ElasticMBS:
             RecoveryError: memory ran out and the batch could not be finished.
         """
         check_function(fn, "evaluate(fn, batch)")
-        if outputs is None:
-            raise UsageError(
-                'evaluate(outputs=None) would return nothing: use outputs="cpu" (the default) or '
-                '"device", and let fn return only what is needed'
-            )
-        if outputs not in ("cpu", "device"):
-            raise UsageError(
-                f'outputs={outputs!r} is not known: use "cpu" (the default), or "device" for '
-                "outputs that do not fill it"
-            )
+        check_place(outputs)
         return self._calls.evaluate(fn, batch, outputs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: object = None) -> None:
@@ -366,122 +376,3 @@ class ElasticMBS:
         self._calls.check_complete()
         check_function(loss_fn, "plan(loss_fn, batch)")
         return self._rehearsal.plan(loss_fn, batch, optimizer, budget, compare=compare, apply=apply)
-
-    # ------------------------------------------------------------------ what is seen from outside
-
-    def __repr__(self) -> str:
-        """Return name, model, size, errors and headroom, without a new memory reading."""
-        settings = self._resources.settings
-        models = ", ".join(type(root).__name__ for root in self._resources.model.roots)
-        head = f"ElasticMBS {settings.name!r} of {models}"
-        if not self.enabled:
-            return f"<{head}: disabled>"
-        calls = self.stats.calls
-        last = self.last_result
-        size = settings.micro_batch_size if last is None else last.micro_batch_size
-        return f"<{head}: {calls} calls, micro-batch {size}, {self._progress()}>"
-
-    def _repr_html_(self) -> str:
-        """Return a notebook's view: the sizes of the last calls, their errors, and memory."""
-        stats = self.stats
-        facts = {
-            "calls": stats.calls,
-            "samples": stats.samples,
-            "out of memory": stats.ooms,
-            "replayed samples": stats.replayed_samples,
-        }
-        seen = self._resources.monitor.cached()
-        if isinstance(seen, Headroom):
-            memory = memory_bar(seen.held_by_others, seen.capacity - seen.free, seen.free)
-        else:
-            memory = sentence(seen.in_words())
-        return runtime_html(repr(self).strip("<>"), facts, self._calls.history, memory)
-
-    def progress(self, iterable: Iterable[Any] | None = None, /, **options: Any) -> Any:
-        """Return a `tqdm` progress bar with micro-batch, out-of-memory errors and headroom.
-
-        ```python
-        for batch in mbs.progress(loader):
-            mbs.backward(loss_fn, batch)
-        ```
-
-        Needs `pip install 'elastic-mbs[progress]'`. The figures are read when the bar is drawn,
-        and cost a step nothing.
-
-        Args:
-            iterable: as for `tqdm`.
-            **options: passed on to `tqdm`.
-
-        Raises:
-            UsageError: tqdm is not installed.
-        """
-
-        def postfix() -> str:
-            last = self.last_result
-            size = [] if last is None else [f"micro-batch {last.micro_batch_size}"]
-            return ", ".join([*size, self._progress()])
-
-        return progress_bar(iterable, postfix, options)
-
-    def _progress(self) -> str:
-        """Return the errors survived and the headroom, where it is known, in words."""
-        ooms = self._calls.stats.ooms
-        seen = self._resources.monitor.cached()
-        free = f", {format_bytes(seen.free)} free" if isinstance(seen, Headroom) else ""
-        return f"{ooms} OOM{'s' * (ooms != 1)}{free}"
-
-    def state_dict(self) -> dict[str, object]:
-        """Return what was learned of sizes and memory, as JSON; save it with the optimizer's."""
-        return {"version": 1, "controller": self._knowledge.controller.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what another run has learned.
-
-        Raises:
-            UsageError: the state is malformed or of another version; nothing has changed.
-        """
-        if not (
-            isinstance(state, Mapping)
-            and state.get("version") == 1
-            and isinstance(state.get("controller"), dict)
-        ):
-            raise UsageError(
-                f"this is no state of ElasticMBS version 1: {str(state)[:80]!r}; start without "
-                "it, sizes are learned again"
-            )
-        self._knowledge.controller.load_state_dict(state["controller"])
-
-    @property
-    def last_result(self) -> StepResult | None:
-        """The result of the latest training call."""
-        return self._calls.last_result
-
-    @property
-    def size_models(self) -> dict[str, SizeModel]:
-        """Peak memory and time as functions of the micro-batch, as far as they are known.
-
-        There is one for each kind of call: by function, mode and shape class.
-        """
-        return self._knowledge.controller.models()
-
-    @property
-    def stats(self) -> Stats:
-        """The totals over all calls so far, as a copy."""
-        stats = self._calls.stats
-        return replace(stats, sizes=dict(stats.sizes))
-
-    @property
-    def total(self) -> Any:
-        """The counts of the batch that is running, for a `loss_fn` that normalises by itself.
-
-        A number, or a dict where losses have names.
-        """
-        for running in (self._calls, self._rehearsal):
-            if running.total is not None:
-                return running.total
-        raise UsageError("mbs.total is known only while a batch runs: read it inside loss_fn")
-
-    @property
-    def headroom(self) -> Reading:
-        """The latest memory reading."""
-        return self._resources.monitor.latest()

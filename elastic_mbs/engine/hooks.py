@@ -4,13 +4,14 @@ In the order in which they begin; they end in the reverse order:
 
     table     the saved tensors of a loop that the user writes out, or of an escalation to the host
     blocks    the blocks that are checkpointed by an escalation
+    draws     random numbers by sample (`GradientOptions.draws`)
     injector  the errors of a test (`elastic_mbs.testing`)
     guard     the limit on host memory
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -22,9 +23,12 @@ from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.errors import UsageError
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
 from elastic_mbs.escalation.offload import OffloadedTensors
 from elastic_mbs.memory import HostGuard
+from elastic_mbs.rollback.random_streams import StreamState
+from elastic_mbs.rollback.sample_draws import SampleDraws
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable
 
 fault_injector: Any = None
@@ -70,6 +74,37 @@ class _Guard:
         self._guard.lift()
 
 
+class _Draws:
+    """The hook of random numbers by sample: every piece begins with the call's streams."""
+
+    def __init__(
+        self, resources: Resources, running: list[Attempt], start: Callable[[], StreamState | None]
+    ) -> None:
+        self._streams = resources.streams
+        self._running = running
+        self._start = start
+        self._mode: SampleDraws | None = None
+
+    def __enter__(self) -> None:
+        start = self._start()
+        assert start is not None  # taken before the first attempt
+        if self._streams.hosts_moved(start):
+            raise UsageError(
+                "loss_fn draws random numbers from Python's random or from numpy, which cannot be "
+                'drawn for each sample: use torch\'s, or GradientOptions(draws="piece")'
+            )
+        self._streams.restore(start)
+        piece = self._running[0].piece
+        mode = SampleDraws(piece.start, piece.stop)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+
+    def __exit__(self, *error: object) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
 class AttemptHooks:
     """The hooks of one call.
 
@@ -85,6 +120,7 @@ class AttemptHooks:
         resources: Resources,
         progress: Progress,
         *,
+        start: Callable[[], StreamState | None],
         own_graph: bool,
         escalated: Collection[str],
     ) -> None:
@@ -93,10 +129,12 @@ class AttemptHooks:
         Args:
             resources: the model, and the guard of host memory.
             progress: the failures of the call, by which a fault injector counts.
+            start: returns the random streams as they were when the call began.
             own_graph: the user's frame holds the graph, so its saved tensors are kept in a table.
             escalated: the steps of `RecoveryOptions.escalate` that are in use.
         """
         self._resources = resources
+        self._start = start
         self._own_graph = own_graph
         self._progress = progress
         self._running: list[Attempt] = []  # one at most; shared with the table
@@ -114,6 +152,8 @@ class AttemptHooks:
         if "checkpoint" in used:
             roots = self._resources.model.roots
             hooks.append(CheckpointedBlocks(roots, self._resources.streams))
+        if self._resources.settings.gradients.draws == "sample":
+            hooks.append(_Draws(self._resources, self._running, self._start))
         if fault_injector is not None:
             hooks.append(_Injector(fault_injector, self._progress, self._resources))
         if self._resources.guard is not None:

@@ -102,6 +102,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     hooks = AttemptHooks(
         resources,
         progress,
+        start=lambda: snapshot.start,
         own_graph=batch.own_graph,
         escalated=_escalated(resources, batch, profile),
     )

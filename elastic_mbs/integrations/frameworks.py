@@ -73,5 +73,6 @@ def _release(text: str) -> Release:
 
 TRANSFORMERS = Framework("transformers", "hf", oldest="5.19.0", newest="5.24.0")
 LIGHTNING = Framework("lightning", "lightning", oldest="2.5.5", newest="2.6.6")
+PYTORCH_LIGHTNING = Framework("pytorch-lightning", "lightning", oldest="2.5.5", newest="2.6.6")
 ACCELERATE = Framework("accelerate", "accelerate", oldest="1.10.0", newest="1.15.0")
-FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE)
+FRAMEWORKS = (TRANSFORMERS, LIGHTNING, PYTORCH_LIGHTNING, ACCELERATE)

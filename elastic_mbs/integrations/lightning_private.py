@@ -12,9 +12,6 @@ from functools import partial, reduce, wraps
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -23,6 +20,7 @@ from torchmetrics import Metric
 from elastic_mbs.batch.join import PerPiece
 from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.integrations.lightning_names import LightningNames
 from elastic_mbs.memory import oom
 from elastic_mbs.runtime import ElasticMBS
 
@@ -42,10 +40,12 @@ class Steps:
 
     def __init__(
         self,
-        trainer: Trainer,
+        names: LightningNames,
+        trainer: Any,
         runtime: Callable[[], ElasticMBS],
         count: Callable[[Any], Any] | None,
     ) -> None:
+        self._names = names
         self._trainer, self._runtime, self._count = trainer, runtime, count
         self._fit_loop, self._loop = (
             trainer.fit_loop,
@@ -65,9 +65,7 @@ class Steps:
         for name in EVALUATIONS:
             vars(self._trainer.strategy).pop(name, None)
 
-    def _make_closure(
-        self, kwargs: Mapping[str, Any], optimizer: Optimizer, batch_idx: int
-    ) -> Closure:
+    def _make_closure(self, kwargs: Mapping[str, Any], optimizer: Optimizer, batch_idx: int) -> Any:
         """Return a closure whose training_step does all the work.
 
         Gradients exist before Lightning's zero_grad and backward would run.
@@ -77,13 +75,11 @@ class Steps:
                 "LBFGS runs the batch several times in a step, which could not be undone "
                 "half-way: use another optimizer"
             )
-        return Closure(step_fn=partial(self._train, kwargs, optimizer, batch_idx))
+        return self._names.closure(step_fn=partial(self._train, kwargs, optimizer, batch_idx))
 
-    def _train(
-        self, arguments: Mapping[str, Any], optimizer: Optimizer, index: int
-    ) -> ClosureResult:
+    def _train(self, arguments: Mapping[str, Any], optimizer: Optimizer, index: int) -> Any:
         """Make the gradients of one batch."""
-        module = self._trainer.lightning_module
+        module, result_of = self._trainer.lightning_module, self._names.closure_result
         log = _BatchLog(self._trainer, self._count)
         zero_grad = self._loop._make_zero_grad_fn(index, optimizer)
         # in the epoch in which StochasticWeightAveraging reads the statistics of BatchNorm
@@ -104,11 +100,11 @@ class Steps:
         if not forward_only:
             self._end_window(optimizer, index)
         if True in skipped:
-            return ClosureResult(None)
+            return result_of(None)
         if not forward_only:  # on_after_backward
-            Precision.post_backward(self._trainer.precision_plugin, loss, module)
+            self._names.precision.post_backward(self._trainer.precision_plugin, loss, module)
         return log.retry(
-            "copy the loss", lambda: ClosureResult(log.whole(loss), extra=log.whole(extra) or {})
+            "copy the loss", lambda: result_of(log.whole(loss), extra=log.whole(extra) or {})
         )
 
     def _step(
@@ -126,7 +122,7 @@ class Steps:
             return torch.zeros((), device=module.device, requires_grad=True), None
         if not self._loop._skip_backward:
             # on_before_backward; the rest of a plugin's work there is the engine's
-            Precision.pre_backward(self._trainer.precision_plugin, loss, module)
+            self._names.precision.pre_backward(self._trainer.precision_plugin, loss, module)
         return loss, result.extra or None
 
     def _end_window(self, optimizer: Optimizer, index: int) -> None:
@@ -198,7 +194,7 @@ class _Piece:
 class _BatchLog:
     """The logs of one batch's pieces, recorded as the whole batch would have logged them, once."""
 
-    def __init__(self, trainer: Trainer, count: Callable[[Any], Any] | None) -> None:
+    def __init__(self, trainer: Any, count: Callable[[Any], Any] | None) -> None:
         self._trainer, self._module, self._results, self._count = (
             trainer,
             trainer.lightning_module,

@@ -54,7 +54,7 @@ class GuardedStep:
     def __call__(self, optimizer: Optimizer, closure: object = None) -> None:
         """Make one step; see `ElasticMBS.optimizer_step`."""
         refuse_closure(closure)
-        _check(optimizer)
+        check_optimizer(optimizer)
         if not any(with_gradient(optimizer)):
             # it changes no parameter; its hooks run, and a scheduler counts it
             optimizer.step()
@@ -431,7 +431,8 @@ class _DeferredHooks:
             self.running = False
 
 
-def _check(optimizer: object) -> None:
+def check_optimizer(optimizer: object) -> None:
+    """Refuse an object that is no optimizer, and one whose step cannot be made again."""
     # accelerate's wrapper is a torch.optim.Optimizer by class only: it has neither hooks nor a step
     # that can be repeated
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
-from elastic_mbs import MicroBatchFloorError, Warned, calls
+from elastic_mbs import MicroBatchFloorError, Warned
+from elastic_mbs.doors import calls
 from elastic_mbs.engine.outcome.result import StepResult, StoredOutput, map_outputs
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic

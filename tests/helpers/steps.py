@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, StepResult, elastic_step
-from elastic_mbs.calls import Calls
+from elastic_mbs.doors.calls import Calls
 from elastic_mbs.memory import NoSensor
 from elastic_mbs.testing import InjectOOM
 from stress.flat_options import grouped

@@ -15,6 +15,7 @@ def test_every_framework_is_installed_here_in_a_tested_version() -> None:
     assert {framework.package: framework.tested for framework in FRAMEWORKS} == {
         "transformers": True,
         "lightning": True,
+        "pytorch-lightning": True,
         "accelerate": True,
     }
 
@@ -56,5 +57,6 @@ def test_the_doctor_names_what_is_installed_and_whether_it_was_tested() -> None:
     assert {(trainer.package, trainer.tested) for trainer in trainers()} == {
         ("transformers", True),
         ("lightning", True),
+        ("pytorch-lightning", True),
         ("accelerate", True),
     }

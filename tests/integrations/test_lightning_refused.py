@@ -111,6 +111,6 @@ def test_a_trainer_of_the_older_package_is_refused() -> None:
         _ = callback.runtime
     with pytest.raises(
         UsageError,
-        match=r"types\.SimpleNamespace.*from lightning\.pytorch in place of pytorch_lightning",
+        match=r"types\.SimpleNamespace.*from elastic_mbs\.integrations\.pytorch_lightning",
     ):
         callback.setup(SimpleNamespace(), Net(), "fit")

@@ -91,12 +91,13 @@ def world(*, fits: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, generator, discriminator, agent = mlp(3), mlp(4), mlp(1), Agent()
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = sgd([*model.parameters(), *agent.parameters()])
     dataset = TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
     rollout = dict(zip(["advantages", "returns", "log_probs"], torch.randn(3, 24), strict=True))
     subject = {
         "model": model,
         "criterion": Criterion(fits),
-        "optimizer": sgd([*model.parameters(), *agent.parameters()]),
+        "optimizer": optimizer,
     }
     data = {"dataset": dataset, "loader": DataLoader(dataset, 8), "DataLoader": DataLoader}
     half = {
@@ -115,7 +116,12 @@ def world(*, fits: int) -> dict[str, Any]:
         "agent": agent,
         "rollout": {**rollout, "observations": dataset.tensors[0], "actions": dataset.tensors[1]},
     }
-    return {"torch": torch, "ElasticMBS": ElasticMBS, **subject, **data, **half, **gan, **ppo}
+    rnn = nn.GRU(4, 3, num_layers=2, batch_first=True)
+    optimizer.add_param_group({"params": [*rnn.parameters()]})
+    text = torch.randn(3, 8, 5, 4).unbind(), torch.randint(0, 3, (3, 8, 5)).unbind()
+    bptt = {"rnn": rnn, "chunks": [*zip(*text, strict=True)]}
+    loops = {**data, **half, **gan, **ppo, **bptt}
+    return {"torch": torch, "ElasticMBS": ElasticMBS, **subject, **loops}
 
 
 def outcome(names: dict[str, Any]) -> dict[str, list[Tensor]]:
@@ -127,7 +133,11 @@ def outcome(names: dict[str, Any]) -> dict[str, list[Tensor]]:
     }
     leaves = {
         name: pytree.tree_leaves(value)
-        for name, value in {**states, "correct": names.get("correct")}.items()
+        for name, value in {
+            **states,
+            "correct": names.get("correct"),
+            "kls": names.get("kls"),
+        }.items()
     }
     return {
         name: [torch.as_tensor(leaf) for leaf in found if isinstance(leaf, Tensor | float | int)]
@@ -163,7 +173,7 @@ def test_both_sides_of_every_diff_train_the_same(
 
 
 def test_the_page_has_a_diff_of_few_lines_for_every_kind_of_loop() -> None:
-    assert len(DIFFS) == len(SECTIONS) + 1 == 13  # accumulation has two
+    assert len(DIFFS) == len(SECTIONS) + 1 == 16  # accumulation has two
     texts = [
         {
             sign: {
@@ -174,4 +184,4 @@ def test_the_page_has_a_diff_of_few_lines_for_every_kind_of_loop() -> None:
         for diff in DIFFS
     ]
     # lines that only moved do not count
-    assert {len(text["+"] - text["-"]) for text in texts} == {2, 3, 4}
+    assert {len(text["+"] - text["-"]) for text in texts} == {2, 3, 4, 5}

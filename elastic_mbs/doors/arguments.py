@@ -1,4 +1,4 @@
-"""The arguments of a method that passes none on to the user's function."""
+"""Checks of the arguments of `ElasticMBS`'s methods."""
 
 from __future__ import annotations
 
@@ -29,3 +29,17 @@ def closed(method: Callable[P, T]) -> Callable[P, T]:
         return method(*args, **kwargs)
 
     return checked
+
+
+def check_place(outputs: object) -> None:
+    """Refuse a place for the outputs of an evaluation that is none."""
+    if outputs is None:
+        raise UsageError(
+            'evaluate(outputs=None) would return nothing: use outputs="cpu" (the default) or '
+            '"device", and let fn return only what is needed'
+        )
+    if outputs not in ("cpu", "device"):
+        raise UsageError(
+            f'outputs={outputs!r} is not known: use "cpu" (the default), or "device" for '
+            "outputs that do not fill it"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from elastic_mbs.options import OutputPlace, Settings
 
 
 class DisabledCalls:
-    """Plain passes in place of calls. The methods are those of `elastic_mbs.calls.Calls`.
+    """Plain passes in place of calls. The methods are those of `elastic_mbs.doors.calls.Calls`.
 
     Attributes:
         last_result: result of the latest training pass.
@@ -31,7 +31,13 @@ class DisabledCalls:
         total: the counts of the batch that is running; None between passes.
     """
 
-    def __init__(self, resources: Resources, knowledge: Knowledge, batches: BatchReader) -> None:
+    def __init__(
+        self,
+        resources: Resources,
+        knowledge: Knowledge,
+        batches: BatchReader,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
         self.last_result: StepResult | None = None
         self.stats = Stats()
         self.history: tuple[tuple[int, int], ...] = ()

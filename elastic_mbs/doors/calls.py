@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -27,6 +27,7 @@ from elastic_mbs.errors import IncompleteBatchError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import oom
 from elastic_mbs.optimizer.guarded_step import GuardedStep
+from elastic_mbs.optimizer.in_place import guards_of
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import OutputPlace
 
@@ -39,7 +40,7 @@ KEPT = 500  # calls in the history
 
 
 class Calls:
-    """The calls of one runtime. `elastic_mbs.disabled.DisabledCalls` has the same methods.
+    """The calls of one runtime. `elastic_mbs.doors.disabled.DisabledCalls` has the same methods.
 
     Attributes:
         last_result: result of the latest training call.
@@ -47,7 +48,13 @@ class Calls:
         history: size at the end and out-of-memory errors of each of the last training calls.
     """
 
-    def __init__(self, resources: Resources, knowledge: Knowledge, batches: BatchReader) -> None:
+    def __init__(
+        self,
+        resources: Resources,
+        knowledge: Knowledge,
+        batches: BatchReader,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
         self.last_result: StepResult | None = None
         self.stats = Stats()
         self.history: deque[tuple[int, int]] = deque(maxlen=KEPT)
@@ -58,6 +65,9 @@ class Calls:
         self._batches = batches
         self._steps = StepWatch()
         self._guarded_step = GuardedStep(resources)
+        self._guards = guards_of(optimizers, self.optimizer_step)
+        for guard in self._guards:
+            guard.put()
 
     @property
     def current(self) -> Call | None:
@@ -67,9 +77,11 @@ class Calls:
     # ------------------------------------------------------------------ lifetime
 
     def open(self) -> None:
-        """Start the memory monitor, and follow the optimizers' steps."""
+        """Start the memory monitor, follow the optimizers' steps, and guard those given."""
         self._resources.monitor.start()
         self._steps.start()
+        for guard in self._guards:
+            guard.put()
 
     def leave(self, error: BaseException | None) -> None:
         """Check for unfinished work at the end of a `with` block, which ends by `error` or None."""
@@ -90,6 +102,8 @@ class Calls:
         resources = self._resources
         resources.monitor.stop()
         self._steps.stop()
+        for guard in self._guards:
+            guard.take_off()
         if resources.guard is not None:
             resources.guard.lift()
         try:
@@ -162,7 +176,7 @@ class Calls:
             call.run(fn)
         return self._finish(call).outputs
 
-    def optimizer_step(self, optimizer: Optimizer, closure: object) -> None:
+    def optimizer_step(self, optimizer: Optimizer, closure: object = None) -> None:
         """Step the optimizer, or leave it as it was. See `ElasticMBS.optimizer_step`."""
         self.check_complete()
         if (call := running_call()) is not None:

@@ -1,0 +1,1 @@
+"""The doors of `ElasticMBS` behind its signatures: calls, plain passes, figures, registry."""
