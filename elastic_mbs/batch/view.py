@@ -69,7 +69,7 @@ class BatchView:
         if self._rows is not None:
             self.tensors = list(self._rows.values())
             self.length, elements = self.tensors[0].shape[0], sum(map(_NUMEL, self.tensors))
-            if not self.known_lists and self.length > 1:
+            if known_lists is None and self.length > 1:  # once for each loss function
                 self.known_lists = _shown(batch, self._rows)
         else:
             # also those that pass whole and those inside per-sample items
@@ -267,8 +267,12 @@ def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
         return None
     (length,) = lengths
     # can be read in another way, see `agreement.questions`
-    square = any(len(shape) > 2 and shape[1] == length for shape in shapes)
-    return None if square or (type(batch) is list and len(batch) == length) else parts
+    if type(batch) is list and len(batch) == length:
+        return None
+    for shape in shapes:
+        if len(shape) > 2 and shape[1] == length:
+            return None
+    return parts
 
 
 def _shown(batch: Any, rows: Mapping[Any, Tensor]) -> Mapping[Path, ListLayout | Belongs]:

@@ -1,6 +1,6 @@
 """No advised line is wrong where its meaning is true, and what lists leave open is not guessed.
 
-More batches: `ADVICE_BATCHES=10000 pytest tests/batch/test_advice.py`, in two minutes.
+More batches: `ADVICE_BATCHES=10000 pytest tests/batch/test_advice.py`, in half a minute.
 """
 
 import os
