@@ -35,6 +35,8 @@ Pieces = Literal["in_order", "by_length"]
 
 OutputPlace = Literal["cpu", "device"] | None
 
+_RUNGS = ("logits", "offload", "checkpoint")
+
 
 class _Group:
     """A group of options."""
@@ -104,10 +106,12 @@ class RecoveryOptions(_Group):
             to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
         escalate: measures that are taken, one after the other, when the smallest micro-batch does
-            not fit. "offload" keeps the tensors that forward saves for backward on the host
-            (training on a CPU gains nothing). "checkpoint" runs blocks of the model again in
-            backward: by its own `gradient_checkpointing_enable`, or the children of its longest
-            `nn.ModuleList` or `nn.Sequential`.
+            not fit. "logits" runs a linear head and the cross-entropy after it in chunks of rows,
+            each of which runs again in backward: for large vocabularies. "offload" keeps the
+            tensors that forward saves for backward on the host (training on a CPU gains nothing).
+            "checkpoint" runs blocks of the model again in backward: by its own
+            `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or
+            `nn.Sequential`.
         on_fatal: called with the error, state already restored, before a call ends by a
             `RecoveryError`: the chance to save.
     """
@@ -115,17 +119,15 @@ class RecoveryOptions(_Group):
     replay: Literal["auto", "isolate"] = "auto"
     generators: Sequence[Any] = ()
     is_oom: Callable[[BaseException], bool] | None = None
-    escalate: tuple[Literal["offload", "checkpoint"], ...] = ()
+    escalate: tuple[Literal["logits", "offload", "checkpoint"], ...] = ()
     on_fatal: Callable[[ElasticMBSError], object] | None = None
 
     def __post_init__(self) -> None:
         _check_choice(self, "replay", "auto", "isolate")
-        if self.escalate not in [
-            way for n in range(3) for way in permutations(("offload", "checkpoint"), n)
-        ]:
+        if self.escalate not in [way for n in range(4) for way in permutations(_RUNGS, n)]:
             raise UsageError(
-                f'escalate={self.escalate!r} is no tuple of "offload" and "checkpoint", each once '
-                'at most: use ("offload", "checkpoint")'
+                f'escalate={self.escalate!r} is no tuple of "logits", "offload" and "checkpoint", '
+                'each once at most: use ("logits", "offload", "checkpoint")'
             )
         if (problem := check_generators(self.generators)) is not None:
             raise UsageError(problem)

@@ -4,6 +4,7 @@ In the order in which they begin; they end in the reverse order:
 
     table     the saved tensors of a loop that the user writes out, or of an escalation to the host
     blocks    the blocks that are checkpointed by an escalation
+    logits    a head and its cross-entropy in chunks, by an escalation
     draws     random numbers by sample (`GradientOptions.draws`)
     injector  the errors of a test (`elastic_mbs.testing`)
     guard     the limit on host memory
@@ -24,7 +25,8 @@ from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import UsageError
-from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
+from elastic_mbs.escalation.checkpoint import CheckpointedBlocks, is_compiled
+from elastic_mbs.escalation.logits import ChunkedLogits, OtherLayers
 from elastic_mbs.escalation.offload import OffloadedTensors
 from elastic_mbs.memory import HostGuard
 from elastic_mbs.rollback.random_streams import StreamState
@@ -123,6 +125,7 @@ class AttemptHooks:
         start: Callable[[], StreamState | None],
         own_graph: bool,
         escalated: Collection[str],
+        other_layers: OtherLayers,
     ) -> None:
         """Choose the hooks.
 
@@ -132,11 +135,13 @@ class AttemptHooks:
             start: returns the random streams as they were when the call began.
             own_graph: the user's frame holds the graph, so its saved tensors are kept in a table.
             escalated: the steps of `RecoveryOptions.escalate` that are in use.
+            other_layers: linear layers whose output is no logits, as far as is known.
         """
         self._resources = resources
         self._start = start
         self._own_graph = own_graph
         self._progress = progress
+        self._other_layers = other_layers
         self._running: list[Attempt] = []  # one at most; shared with the table
         self.escalate(escalated)
 
@@ -152,6 +157,8 @@ class AttemptHooks:
         if "checkpoint" in used:
             roots = self._resources.model.roots
             hooks.append(CheckpointedBlocks(roots, self._resources.streams))
+        if "logits" in used and not any(map(is_compiled, self._resources.model.modules)):
+            hooks.append(ChunkedLogits(self._other_layers, self._free))
         if self._resources.settings.gradients.draws == "sample":
             hooks.append(_Draws(self._resources, self._running, self._start))
         if fault_injector is not None:
@@ -159,6 +166,11 @@ class AttemptHooks:
         if self._resources.guard is not None:
             hooks.append(_Guard(self._resources.guard))
         self._hooks = tuple(hooks)
+
+    def _free(self) -> int | None:
+        """Return the bytes that are free now, or None where that is not known."""
+        seen = self._resources.headroom()
+        return None if seen is None else seen.free
 
     # ------------------------------------------------------------------ around an attempt
 

@@ -105,6 +105,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         start=lambda: snapshot.start,
         own_graph=batch.own_graph,
         escalated=_escalated(resources, batch, profile),
+        other_layers=profile.other_layers,
     )
     full = (leaf for leaf in resources.model.leaves if id(leaf) in gradients.full)
     report = CallReport(resources, knowledge, profile, view, key, decision, full)

@@ -34,7 +34,7 @@ class CheckpointedBlocks:
     def __init__(self, roots: Iterable[nn.Module], streams: RandomStreams) -> None:
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         # checkpointing does not go with torch.compile, which recomputes by rules of its own
-        compiled = any(map(_is_compiled, modules))
+        compiled = any(map(is_compiled, modules))
         asked = [] if compiled else list(filter(_offers, modules))
         self.blocks = [] if compiled else asked or blocks_of(modules)
         self._streams = streams
@@ -144,7 +144,8 @@ def _offers(module: nn.Module) -> bool:
     return bool(offered) and not getattr(module, f"is_{name}", False)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module runs through torch.compile."""
     return (
         getattr(module, "_compiled_call_impl", None) is not None
         or type(module).__name__ == "OptimizedModule"

@@ -21,8 +21,8 @@ _NAP = 0.25  # longest time between two looks at the memory while waiting, in se
 # count as others.
 _OTHERS = 16
 _ESCALATE = (
-    'recovery=RecoveryOptions(escalate=("offload", "checkpoint")), which offloads saved tensors '
-    "and then turns on activation checkpointing; "
+    'recovery=RecoveryOptions(escalate=("logits", "offload", "checkpoint")), which computes logits '
+    "in chunks, then offloads saved tensors, and then turns on activation checkpointing; "
 )
 
 
@@ -140,7 +140,7 @@ class Floor:
         if max(limits.minimum, limits.align) > 1:
             out += f"a lower min_micro_batch_size (now {limits.minimum}, align {limits.align}); "
         out += "smaller samples; "
-        if training and len(ways) < 2:
+        if training and len(ways) < 3:
             out += _ESCALATE
         return (
             f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest "

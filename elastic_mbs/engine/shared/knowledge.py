@@ -15,6 +15,7 @@ from elastic_mbs.batch.containers import Path
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.messages import CallOutcome, Key
 from elastic_mbs.engine.outcome.timing import Timed
+from elastic_mbs.escalation.logits import OtherLayers
 from elastic_mbs.noise_scale import Smoothed
 from elastic_mbs.options import Settings
 
@@ -39,6 +40,8 @@ class LossProfile:
     normalises_batch: bool = False
     edits_batch: bool = False  # it edits its batch in place: pieces are copies
     escalated: int = 0  # how many of `RecoveryOptions.escalate` are in use
+    # Of the linear layers, those whose output is more than the logits of a cross-entropy.
+    other_layers: OtherLayers = field(default_factory=OtherLayers)
     # Samples in the largest piece that failed and could not be cut. No piece is prefetched beside
     # one of that size.
     too_full: int = 0
