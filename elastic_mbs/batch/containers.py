@@ -119,6 +119,14 @@ def roles_in(values: Iterable[Any]) -> set[Role]:
     return {kind_of(cls).role for cls in set(map(type, values))}
 
 
+def has_rows(value: Any, roles: set[Role]) -> bool:
+    """Return whether a list holds tensors with rows; 0-d ones and numbers are items."""
+    return Role.TENSOR in roles and (
+        not roles <= {Role.TENSOR, Role.SCALAR}
+        or any(isinstance(part, Tensor) and part.ndim > 0 for part in value)
+    )
+
+
 def _take_user_dict(obj: Any) -> Parts:
     # HF BatchEncoding keeps one encoding per sample, for `word_ids(i)`
     encodings = vars(obj).get("_encodings")

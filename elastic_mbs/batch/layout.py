@@ -18,13 +18,12 @@ A value is read by the first rule that applies:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from elastic_mbs.batch.containers import (
     Kind,
@@ -32,6 +31,7 @@ from elastic_mbs.batch.containers import (
     Role,
     dotted,
     fresh,
+    has_rows,
     kind_of,
     roles_in,
     row_attributes,
@@ -41,6 +41,10 @@ from elastic_mbs.batch.containers import (
     walk,
 )
 from elastic_mbs.batch.cut import Dims, ListLayout
+from elastic_mbs.batch.ragged.fields import RaggedField
+from elastic_mbs.batch.ragged.keys import KEYS, well_known
+from elastic_mbs.batch.ragged.relations import Member
+from elastic_mbs.batch.ragged.settle import Belongs, settle
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
@@ -53,6 +57,7 @@ class Cut(Enum):
     ITEMS = auto()
     FIELDS = auto()
     CUSTOM = auto()
+    RAGGED = auto()  # its rows are no samples
     WHOLE = auto()
 
 
@@ -68,6 +73,7 @@ class Node:
     size: int = -1  # samples; of fields, that of its largest part: -1 where none is cut
     # passed whole with numpy arrays in it, which have no version that would show an edit in place
     copied: bool = False
+    ragged: RaggedField | None = None  # the way to cut it, of Cut.RAGGED
     children: dict[Any, Node] = field(default_factory=dict)
 
     def piece(self, start: int, stop: int) -> Any:
@@ -83,6 +89,9 @@ class Node:
             return self.with_items(value[start:stop])
         if cut is Cut.COPY:
             return value[(*(slice(None),) * self.dim, slice(start, stop))].copy()
+        if self.ragged is not None:
+            part = self.ragged.piece(value, start, stop)
+            return self.with_items(part) if self.kind.role is Role.LIST else part
         if self.kind.splitter is not None and cut is Cut.CUSTOM:
             return self.kind.splitter.cut(value, start, stop)
         return fresh(value) if self.copied else value
@@ -125,17 +134,25 @@ MANY = 7
 class Layout:
     """A batch, read into a tree of nodes."""
 
-    def __init__(self, dims: Dims, known: dict[Path, ListLayout]) -> None:
+    def __init__(self, dims: Dims, known: dict[Path, ListLayout | Belongs]) -> None:
         self.dims = dims
         self.known = known  # how lists of containers were read in this batch and earlier ones
         self.ends: list[Node] = []  # all values without parts, once everything is decided
         self.leaves: list[Node] = []  # those that are cut
         # lists of containers: as items, as fields, and the layout of those
         self.open: list[tuple[Node, Node, Layout]] = []
+        self.ragged: list[tuple[Node, Member]] = []
+        self.keyed: set[Path] = set()  # containers with a key that tells of rows
         self.unclear: list[Node] = []  # tuples without rows: items, or the same for all samples
 
     def given(self, path: Path) -> Any:
         return next((self.dims[name] for name in suffixes(path) if name in self.dims), _NOT_GIVEN)
+
+    def _allows_key(self, path: Path) -> bool:
+        """Return whether a well-known key may say how a value is cut."""
+        given = self.given(path)
+        said = given is not _NOT_GIVEN and not isinstance(given, Member)
+        return not said and self.known.get(path) is not Belongs.SAMPLES
 
     def read(self, value: Any, path: Path = (), inherited: Any = _NOT_GIVEN) -> Node:
         """Return the node of a value, and collect the open lists and unclear tuples below it."""
@@ -144,6 +161,10 @@ class Layout:
             given = inherited
         kind = kind_of(type(value))
         role = kind.role
+        if isinstance(given, Member) and role is not Role.FIELDS:
+            node = Node(Cut.RAGGED, path, value, kind)
+            self.ragged.append((node, given))
+            return node
         if given is None or role is Role.SCALAR:
             copied = given is None and bool(tensors_in(value, (Role.ARRAY,)))
             return Node(Cut.WHOLE, path, value, kind, copied=copied)
@@ -193,9 +214,14 @@ class Layout:
 
     def _fields(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         node = Node(Cut.FIELDS, path, value, kind)
-        inherited = given if isinstance(given, int) else _NOT_GIVEN
-        for key, part in kind.take(value).items():
-            child = node.children[key] = self.read(part, (*path, key), inherited)
+        inherited = given if isinstance(given, int | Member) else _NOT_GIVEN
+        parts = kind.take(value)
+        said: Mapping[Any, Any] = {}
+        if given is _NOT_GIVEN and not KEYS.isdisjoint(parts):
+            self.keyed.add(path)
+            said = well_known(parts, path, self._allows_key)
+        for key, part in parts.items():
+            child = node.children[key] = self.read(part, (*path, key), said.get(key, inherited))
             node.size = max(node.size, child.size)
         if type(value) not in (tuple, list, dict):
             self._check_attributes(node)
@@ -211,7 +237,7 @@ class Layout:
 
     def _list(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         roles = roles_in(value)
-        if given is _NOT_GIVEN and not _has_rows(value, roles):
+        if given is _NOT_GIVEN and not has_rows(value, roles):
             given = self.known.get(path, given) if roles & _CONTAINERS else ListLayout.ITEMS
             if given is _NOT_GIVEN:
                 return self._open_list(value, path, kind)
@@ -291,6 +317,7 @@ class Layout:
                 layout.decide(length)
                 node.cut, node.children = fields.cut, fields.children
                 self.unclear += layout.unclear
+                self.ragged += layout.ragged
             if length != 1:
                 self.known[node.path] = (
                     ListLayout.ITEMS if node.cut is Cut.ITEMS else ListLayout.FIELDS
@@ -312,6 +339,10 @@ class Layout:
         sizes = {leaf.size for leaf in self.leaves}
         if len(sizes) > 1:
             raise BatchError(self._disagreement(root.value))
+        if self.ragged:
+            plain = [leaf.path for leaf in self.leaves if leaf.path[:-1] in self.keyed]
+            sizes = {settle(root.value, self.ragged, next(iter(sizes), None), self.known, plain)}
+            self.leaves = [end for end in self.ends if end.size >= 0]
         if not sizes:
             raise BatchError(
                 f"there is nothing to cut in the batch (type {type_name(type(root.value))}): no "
@@ -428,14 +459,6 @@ def _is_collated_text(value: Any, given: Any) -> bool:
         and type(value) is tuple
         and bool(value)
         and all(isinstance(part, str | bytes) for part in value)
-    )
-
-
-def _has_rows(value: Any, roles: set[Role]) -> bool:
-    """Return whether a list holds tensors with rows; 0-d ones and numbers are items."""
-    return Role.TENSOR in roles and (
-        not roles <= {Role.TENSOR, Role.SCALAR}
-        or any(isinstance(part, Tensor) and part.ndim > 0 for part in value)
     )
 
 

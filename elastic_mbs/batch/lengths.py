@@ -23,7 +23,7 @@ from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, Role, dotted, kind_of, lookup, suffixes, tensors_in
 from elastic_mbs.batch.layout import Cut, Node, where
-from elastic_mbs.batch.pieces import Costs
+from elastic_mbs.batch.pieces import PaddedCosts
 from elastic_mbs.errors import BatchError, UsageError
 
 Length = str | int | Callable[[Any], Any] | None
@@ -38,7 +38,7 @@ class Sorted:
 
     order: list[int]  # of the batch's samples
     lengths: list[int]  # in this order
-    costs: Costs
+    costs: PaddedCosts
     trims: dict[int, int]  # by the id of a node: the dimension along which it is trimmed
     # the order, on each device of the batch
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
@@ -100,10 +100,12 @@ class ByLength:
     def read(self, batch: Any, ends: Sequence[Node], samples: int) -> Sorted | None:
         """Return the batch in order of length; None where nothing is to be sorted or trimmed."""
         for end in ends:
-            if end.cut is Cut.CUSTOM:
+            if end.cut in (Cut.CUSTOM, Cut.RAGGED):
+                ragged = end.cut is Cut.RAGGED
                 raise BatchError(
-                    f"{where(end.path)} is cut into ranges, by register_splitter, and cannot be "
-                    "put in order of length: make it a list"
+                    f"{where(end.path)} is cut into ranges of "
+                    f"{'rows' if ragged else 'samples, by register_splitter'}, and cannot be put "
+                    f"in order of length: {'leave out pieces=' if ragged else 'make it a list'}"
                 )
         lengths, width = self._lengths(batch, ends, samples)
         longest, shortest = int(lengths.max()), int(lengths.min())
@@ -118,7 +120,7 @@ class ByLength:
             return None
         ordered, order = torch.sort(lengths, descending=True, stable=True)
         each = ordered.tolist()
-        return Sorted(order.tolist(), each, Costs(_elements(ends, trims, each)), trims)
+        return Sorted(order.tolist(), each, PaddedCosts(_elements(ends, trims, each)), trims)
 
     def _lengths(self, batch: Any, ends: Sequence[Node], samples: int) -> tuple[Tensor, int | None]:
         """Return the samples' lengths, at least 1, on the host, and the width of a mask."""

@@ -8,16 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import compress
+from math import ceil
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Path, dotted, kind_of, map_tensors, tensors_in
+from elastic_mbs.batch.containers import Path, Role, dotted, kind_of, map_tensors, tensors_in
 from elastic_mbs.batch.cut import Dims, ListLayout
 from elastic_mbs.batch.layout import MANY, Cut, Layout, Node
 from elastic_mbs.batch.lengths import ByLength
+from elastic_mbs.batch.pieces import Costs, RowCosts
+from elastic_mbs.batch.ragged.keys import KEYS
+from elastic_mbs.batch.ragged.relations import Member
+from elastic_mbs.batch.ragged.rows import Rows
+from elastic_mbs.batch.ragged.settle import Belongs
 from elastic_mbs.errors import BatchError
 
 __all__ = ["BatchView", "map_tensors"]
@@ -39,13 +45,13 @@ class BatchView:
         self,
         batch: Any,
         dims: Dims | None = None,
-        known_lists: Mapping[Path, ListLayout] | None = None,
+        known_lists: Mapping[Path, ListLayout | Belongs] | None = None,
         by_length: ByLength | None = None,
     ) -> None:
         self.batch, self._dims = batch, dims
         # Kept for the next batch of the kind: a list that only its length decides is read as here,
         # so a short last batch cannot change its reading by chance.
-        self.known_lists: Mapping[Path, ListLayout] = known_lists or {}
+        self.known_lists: Mapping[Path, ListLayout | Belongs] = known_lists or {}
         self._rows = None if dims else rows_of(batch)  # None: the batch has to be read as a tree
         if self._rows is not None:
             self.tensors = list(self._rows.values())
@@ -57,10 +63,8 @@ class BatchView:
             for end in self._tree[1]:
                 tensors = tensors_in(end.value)
                 self.tensors += tensors
-                if end.cut is Cut.COPY:
-                    elements += end.value.size
-                elif end.cut is not Cut.WHOLE:
-                    elements += sum(map(_NUMEL, tensors))
+                if end.cut is not Cut.WHOLE:
+                    elements += _elements(end, tensors)
         # of the values that are cut, per sample, rounded up: memory is modelled in elements
         self.elements = max(1, -(-elements // self.length))
         self.worth = self.length  # of the batch, in samples of `elements` each
@@ -68,9 +72,11 @@ class BatchView:
         self.sorted = (
             None if by_length is None else by_length.read(batch, self._tree[1], self.length)
         )
-        self.costs = None if self.sorted is None else self.sorted.costs
+        self.costs: Costs | None = None if self.sorted is None else self.sorted.costs
+        if self._rows is None and self.sorted is None:
+            self.costs = _row_costs(self._tree[1], elements, self.length)
         if self.costs is not None:
-            self.elements, self.worth = self.costs.each[0], self.costs.samples
+            self.elements, self.worth = self.costs.unit, self.costs.samples
 
     @cached_property
     def _tree(self) -> tuple[Node, Sequence[Node], int]:
@@ -138,6 +144,34 @@ class BatchView:
         return any(id(tensor) in whole for tensor in compress(self.tensors, moved))
 
 
+def _elements(end: Node, tensors: Sequence[Tensor]) -> int:
+    return int(end.value.size) if end.kind.role is Role.ARRAY else sum(map(_NUMEL, tensors))
+
+
+def _row_costs(ends: Sequence[Node], elements: int, samples: int) -> Costs | None:
+    """Return the elements of samples that bring rows in unequal numbers; None where none do.
+
+    Args:
+        ends: the values of the batch.
+        elements: of the whole batch.
+        samples: of the batch.
+    """
+    by_row: dict[int, float] = {}  # elements of a row in all fields, by the id of the rows
+    found: dict[int, Rows] = {}
+    for end in ends:
+        rows = None if end.ragged is None else end.ragged.rows
+        if rows is None or not rows.total:
+            continue
+        own = _elements(end, tensors_in(end.value))
+        found[id(rows)] = rows
+        by_row[id(rows)] = by_row.get(id(rows), 0.0) + own / rows.total
+        elements -= own
+    each = [elements / samples] * samples
+    for key, rows in found.items():
+        each = [other + by_row[key] * own for other, own in zip(each, rows.lengths, strict=True)]
+    return RowCosts([max(1, ceil(one)) for one in each]) if len(set(each)) > 1 else None
+
+
 def _checked(dims: Any) -> dict[str, Any]:
     """Return `dims` with every key as text."""
     if not isinstance(dims, Mapping):
@@ -150,10 +184,12 @@ def _checked(dims: Any) -> dict[str, Any]:
             raise BatchError(
                 f"dims has the key {key!r}: a key is a name, a dotted path or an index"
             )
-        if isinstance(value, bool) or not (value is None or isinstance(value, int | ListLayout)):
+        if isinstance(value, bool) or not (
+            value is None or isinstance(value, int | ListLayout | Member)
+        ):
             raise BatchError(
                 f"dims says {value!r} of {key!r}: say a dimension (an int), "
-                f"cut.whole({key!r}), cut.items({key!r}) or cut.fields({key!r})"
+                f"cut.whole({key!r}), cut.items({key!r}), cut.fields({key!r}) or cut.ragged(...)"
             )
     return {str(key): value for key, value in dims.items()}
 
@@ -167,7 +203,11 @@ def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
         return None
     parts = kind_of(type(batch)).take(batch)
     tensors = parts.values()
-    if set(map(type, tensors)) != _PLAIN or set(map(_LAYOUT, tensors)) != _DENSE:
+    if (
+        not KEYS.isdisjoint(parts)
+        or set(map(type, tensors)) != _PLAIN
+        or set(map(_LAYOUT, tensors)) != _DENSE
+    ):
         return None
     try:
         lengths = {shape[0] if shape else 0 for shape in map(_SHAPE, tensors)}

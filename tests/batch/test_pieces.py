@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.batch.pieces import (
-    Costs,
+    PaddedCosts,
     aligned,
     longest,
     partition,
@@ -79,7 +79,7 @@ def test_the_smallest_size_for_a_count_is_the_smallest(
 def test_samples_that_differ_are_cut_by_what_they_cost(
     falling: list[int], size: int, minimum: int, align: int, most: int
 ) -> None:
-    costs, n = Costs(sorted(falling, reverse=True)), len(falling)
+    costs, n = PaddedCosts(sorted(falling, reverse=True)), len(falling)
     pieces = costs.partition(0, n, size, minimum=minimum, align=align, most=most)
     assert [start for start, _ in pieces] + [n] == [0] + [stop for _, stop in pieces]
     lengths = [stop - start for start, stop in pieces]
