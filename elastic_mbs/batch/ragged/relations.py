@@ -182,7 +182,7 @@ class Member:
                 )
             return self.dim % len(shape)
         fitting = [dim for dim, size in enumerate(shape) if size == total]
-        if self.sure and shape[:2] == (1, total):
+        if shape[:2] == (1, total) and (self.sure or total == 1):
             return 1
         if not fitting or (len(fitting) > 1 and total > 1):
             raise BatchError(
