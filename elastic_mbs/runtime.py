@@ -109,6 +109,7 @@ class ElasticMBS(RuntimeFigures):
             ),
             counted=settings.reduction == "sum",
             warn_once=self._resources.warn,
+            placeholders=trained.placeholders,
         )
         work = (self._resources, self._knowledge, batches)
         self._calls = calls(*work, options.get("optimizers", ()))

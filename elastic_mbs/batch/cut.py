@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from elastic_mbs.batch.containers import Path
 from elastic_mbs.batch.ragged.relations import How, Member, Part, Relation
+from elastic_mbs.batch.ragged.settle import Belongs
 from elastic_mbs.errors import UsageError
 
 __all__ = ["Dims", "fields", "items", "offsets", "packed", "ragged", "whole"]
@@ -32,6 +34,8 @@ class ListLayout(Enum):
 # part in a relation of rows and samples. The empty name is the batch itself.
 Dims = Mapping[Any, int | ListLayout | Member | None]
 Name = str | int
+# How values were read in this batch and in earlier ones, where only their sizes tell.
+Known = dict[Path, ListLayout | Belongs]
 
 
 def whole(*names: str | int) -> dict[str, Any]:

@@ -40,10 +40,10 @@ from elastic_mbs.batch.containers import (
     to_register,
     walk,
 )
-from elastic_mbs.batch.cut import Dims, ListLayout
+from elastic_mbs.batch.cut import Dims, Known, ListLayout
 from elastic_mbs.batch.ragged.fields import RaggedField
-from elastic_mbs.batch.ragged.keys import KEYS, well_known
-from elastic_mbs.batch.ragged.relations import Member
+from elastic_mbs.batch.ragged.keys import tells, well_known
+from elastic_mbs.batch.ragged.relations import Member, Placeholders
 from elastic_mbs.batch.ragged.settle import Belongs, settle
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
@@ -91,7 +91,7 @@ class Node:
             return value[(*(slice(None),) * self.dim, slice(start, stop))].copy()
         if self.ragged is not None:
             part = self.ragged.piece(value, start, stop)
-            return self.with_items(part) if self.kind.role is Role.LIST else part
+            return self.with_items(part) if type(part) is list else part
         if self.kind.splitter is not None and cut is Cut.CUSTOM:
             return self.kind.splitter.cut(value, start, stop)
         return fresh(value) if self.copied else value
@@ -134,8 +134,8 @@ MANY = 7
 class Layout:
     """A batch, read into a tree of nodes."""
 
-    def __init__(self, dims: Dims, known: dict[Path, ListLayout | Belongs]) -> None:
-        self.dims = dims
+    def __init__(self, dims: Dims, known: Known, placeholders: Placeholders = dict) -> None:
+        self.dims, self.placeholders = dims, placeholders
         self.known = known  # how lists of containers were read in this batch and earlier ones
         self.ends: list[Node] = []  # all values without parts, once everything is decided
         self.leaves: list[Node] = []  # those that are cut
@@ -217,9 +217,9 @@ class Layout:
         inherited = given if isinstance(given, int | Member) else _NOT_GIVEN
         parts = kind.take(value)
         said: Mapping[Any, Any] = {}
-        if given is _NOT_GIVEN and not KEYS.isdisjoint(parts):
+        if given is _NOT_GIVEN and tells(parts):
             self.keyed.add(path)
-            said = well_known(parts, path, self._allows_key)
+            said = well_known(parts, path, self._allows_key, self.placeholders)
         for key, part in parts.items():
             child = node.children[key] = self.read(part, (*path, key), said.get(key, inherited))
             node.size = max(node.size, child.size)
@@ -249,7 +249,7 @@ class Layout:
         """Return a list as items, and remember its reading as fields until N is known."""
         node = Node(Cut.ITEMS, path, value, kind, size=len(value))
         fields = Node(Cut.FIELDS, path, value, kind)
-        layout = Layout(self.dims, self.known)
+        layout = Layout(self.dims, self.known, self.placeholders)
         try:
             fields = layout._fields(value, path, kind, _NOT_GIVEN)
         except BatchError:

@@ -10,6 +10,7 @@ from torch import Tensor
 from elastic_mbs.batch.counts import CountFn, Counts, looks_like_token_labels
 from elastic_mbs.batch.cut import Dims
 from elastic_mbs.batch.lengths import ByLength
+from elastic_mbs.batch.ragged.relations import Placeholders
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError, UsageError
 
@@ -30,6 +31,7 @@ class BatchReader:
         *,
         counted: bool,
         warn_once: Callable[[str, str], None],
+        placeholders: Placeholders = dict,
     ) -> None:
         if not (count is None or callable(count) or isinstance(count, Mapping)):
             raise UsageError(
@@ -37,6 +39,7 @@ class BatchReader:
                 "count_tokens(...), or a dict of those"
             )
         self._dims, self._count, self._by_length = dims, count, by_length
+        self._placeholders = placeholders  # tokens that stand for pictures, as the model says
         self._counted = counted or count is not None  # the loss is right without counts
         self._warn_once = warn_once  # takes the kind of a warning and its text
         self._known_lists: dict[str, Any] = {}  # by the name of the loss function, see `BatchView`
@@ -45,6 +48,12 @@ class BatchReader:
     @property
     def count_names(self) -> tuple[str, ...] | None:
         return tuple(self._count) if isinstance(self._count, Mapping) else None
+
+    def plain_view(
+        self, batch: Any, known_lists: Any = None, by_length: ByLength | None = None
+    ) -> BatchView:
+        """Return a batch as samples, without a look at it."""
+        return BatchView(batch, self._dims, known_lists, by_length, self._placeholders)
 
     def view(
         self,
@@ -56,7 +65,7 @@ class BatchReader:
         kwargs: Mapping[str, Any],
     ) -> BatchView:
         """Return the batch as samples, after a look at the first one of each loss function."""
-        view = BatchView(batch, self._dims, self._known_lists.get(name), self._by_length)
+        view = self.plain_view(batch, self._known_lists.get(name), self._by_length)
         self._known_lists[name] = view.known_lists
         if name not in self._looked_at:
             for kind, sentence in first_look(
@@ -84,21 +93,17 @@ class BatchReader:
 
     def first(self, batch: Any, samples: int) -> tuple[BatchView, Counts]:
         """Return the first samples of a batch, with their counts."""
-        view = BatchView(batch, self._dims)
-        few = BatchView(
-            view.piece(0, max(1, min(samples, view.length))),
-            self._dims,
-            view.known_lists,
-            self._by_length,
-        )
+        view = self.plain_view(batch)
+        piece, known = view.piece(0, max(1, min(samples, view.length))), view.known_lists
+        few = self.plain_view(piece, known, self._by_length)
         if few.sorted is not None:  # a batch that lies in its order, which a report can read
-            few = BatchView(few.piece(0, few.length), self._dims, view.known_lists, self._by_length)
+            few = self.plain_view(few.piece(0, few.length), known, self._by_length)
         return few, Counts.read(self._count, few)
 
     def totals(self, batch: Any) -> tuple[Any, int]:
         """Return the total count of a whole batch and its length; 0 where it cannot be cut."""
         try:
-            view = BatchView(batch, self._dims)
+            view = self.plain_view(batch)
         except BatchError:
             return 0, 0
         return Counts.read(self._count, view).total, view.length

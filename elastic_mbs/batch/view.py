@@ -20,8 +20,8 @@ from elastic_mbs.batch.cut import Dims, ListLayout
 from elastic_mbs.batch.layout import MANY, Cut, Layout, Node
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.pieces import Costs, RowCosts
-from elastic_mbs.batch.ragged.keys import KEYS
-from elastic_mbs.batch.ragged.relations import Member
+from elastic_mbs.batch.ragged.keys import tells
+from elastic_mbs.batch.ragged.relations import Member, Placeholders
 from elastic_mbs.batch.ragged.rows import Rows
 from elastic_mbs.batch.ragged.settle import Belongs
 from elastic_mbs.errors import BatchError
@@ -47,8 +47,9 @@ class BatchView:
         dims: Dims | None = None,
         known_lists: Mapping[Path, ListLayout | Belongs] | None = None,
         by_length: ByLength | None = None,
+        placeholders: Placeholders = dict,
     ) -> None:
-        self.batch, self._dims = batch, dims
+        self.batch, self._dims, self._placeholders = batch, dims, placeholders
         # Kept for the next batch of the kind: a list that only its length decides is read as here,
         # so a short last batch cannot change its reading by chance.
         self.known_lists: Mapping[Path, ListLayout | Belongs] = known_lists or {}
@@ -81,7 +82,8 @@ class BatchView:
     @cached_property
     def _tree(self) -> tuple[Node, Sequence[Node], int]:
         """Nodes of the batch: the root, the nodes without parts; and the number of samples."""
-        layout = Layout(_checked(self._dims) if self._dims else {}, dict(self.known_lists))
+        dims = _checked(self._dims) if self._dims else {}
+        layout = Layout(dims, dict(self.known_lists), self._placeholders)
         root = layout.read(self.batch)
         length = layout.finish(root)
         self.known_lists = layout.known
@@ -113,13 +115,22 @@ class BatchView:
 
         0 for a value that is no part of the batch, None for a container of fields.
         """
+        node = self._node_of(value)
+        return 0 if node is None else None if node.cut is Cut.FIELDS else node.dim
+
+    def rows_of(self, value: Any) -> Rows | None:
+        """Return the rows that each sample brings to a field; None where it has one each."""
+        node = self._node_of(value)
+        return None if node is None or node.ragged is None else node.ragged.rows
+
+    def _node_of(self, value: Any) -> Node | None:
         todo = [self._tree[0]]
         while todo:
             node = todo.pop()
             if node.value is value and node.cut is not Cut.WHOLE:
-                return None if node.cut is Cut.FIELDS else node.dim
+                return node
             todo.extend(node.children.values())
-        return 0
+        return None
 
     def versions(self) -> tuple[int, ...]:
         """Return the tensors' version counters, by which an edit in place is noticed."""
@@ -203,11 +214,7 @@ def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
         return None
     parts = kind_of(type(batch)).take(batch)
     tensors = parts.values()
-    if (
-        not KEYS.isdisjoint(parts)
-        or set(map(type, tensors)) != _PLAIN
-        or set(map(_LAYOUT, tensors)) != _DENSE
-    ):
+    if tells(parts) or set(map(type, tensors)) != _PLAIN or set(map(_LAYOUT, tensors)) != _DENSE:
         return None
     try:
         lengths = {shape[0] if shape else 0 for shape in map(_SHAPE, tensors)}

@@ -35,8 +35,11 @@ class RowsOf:
 
     rows: Rows
     dim: int = 0
+    optional: bool = False  # a piece without rows gets None
 
     def piece(self, value: Any, start: int, stop: int) -> Any:
+        if self.optional and self.rows.bounds[start] == self.rows.bounds[stop]:
+            return None
         return self.rows.cut(value, self.dim, start, stop)
 
 

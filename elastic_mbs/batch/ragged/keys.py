@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, Role, kind_of
-from elastic_mbs.batch.ragged.relations import How, Member, Part, Relation
+from elastic_mbs.batch.ragged import vision
+from elastic_mbs.batch.ragged.relations import How, Member, Part, Placeholders, Relation
 from elastic_mbs.batch.ragged.rows import whole_numbers
 from elastic_mbs.errors import BatchError
 
@@ -187,22 +188,35 @@ _BY_KEY: dict[str, Callable[[Parts], Members]] = {
     "offsets": _bags,
     **dict.fromkeys(_CUMULATED, _packed),
 }
-KEYS = frozenset(_BY_KEY)
+_KEYS = frozenset((*_BY_KEY, *vision.KEYS))
+_PICTURES = frozenset({"pixel_values"})
 
 
-def well_known(parts: Parts, path: Path, allowed: Callable[[Path], bool]) -> Members:
+def tells(parts: Parts) -> bool:
+    """Return whether a key of a container can say which rows belong to which sample."""
+    found = _KEYS.intersection(parts)
+    return bool(found) and (found != _PICTURES or "input_ids" in parts)
+
+
+def well_known(
+    parts: Parts,
+    path: Path,
+    allowed: Callable[[Path], bool],
+    placeholders: Placeholders,
+) -> Members:
     """Return the members that the keys of a container tell of.
 
     Args:
         parts: of the container.
         path: of the container.
         allowed: whether a key may say how the value at a path is cut.
+        placeholders: the a function that returns the tokens of pictures and videos.
 
     Raises:
         BatchError: they can be read in two ways, or contradict each other.
     """
     free = {key: part for key, part in parts.items() if allowed((*path, key))}
-    found = Members()
+    found: Members = vision.pictures(free, placeholders)
     for rule in dict.fromkeys(_BY_KEY[key] for key in _BY_KEY if key in free):
         found |= rule(free)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -26,6 +26,9 @@ from elastic_mbs.errors import BatchError
 # A name, a dotted path or an index in the batch; or a function of the batch, or the values
 # themselves.
 Source = str | int | Callable[[Any], Any] | Sequence[int] | Tensor
+
+# A function that returns the tokens of an "image" and a "video" in the texts of a model.
+Placeholders = Callable[[], Mapping[str, int]]
 
 
 class Part(Enum):
@@ -130,6 +133,7 @@ class Member:
     # of, which the samples can have too.
     sure: bool = True
     into: Relation | None = None  # of the rows that pointers point to
+    optional: bool = False  # a piece without rows gets None
 
     @property
     def starts(self) -> RaggedField | None:
@@ -157,7 +161,7 @@ class Member:
             return IndexColumn(rows, self.relation.column)
         if into is not None:
             return Pointers(rows, into.bounds, dim)
-        return RowsOf(rows, dim) if self.part is Part.ROWS else Index(rows, dim)
+        return RowsOf(rows, dim, self.optional) if self.part is Part.ROWS else Index(rows, dim)
 
     def _longest(self, value: Any, rows: Rows, name: str) -> RaggedField | None:
         numbers = whole_numbers([value] if isinstance(value, int) else value.reshape(-1), name)

@@ -114,6 +114,20 @@ class TrainedModel:
             torch.device("cpu")
         ]
 
+    def placeholders(self) -> dict[str, int]:
+        """Return the tokens that stand for pictures and videos, as a model of transformers says."""
+        for module in self.modules:
+            config = getattr(module, "config", None)
+            found = {
+                medium: token
+                for medium in ("image", "video")
+                for name in (f"{medium}_token_id", f"{medium}_token_index")
+                if isinstance(token := getattr(config, name, None), int)
+            }
+            if found:
+                return found
+        return {}
+
     def normalises_batch(self) -> bool:
         """Return whether a BatchNorm in the model would use the statistics of the piece now."""
         return any(m.training or m.running_mean is None for m in self.batch_norms())
