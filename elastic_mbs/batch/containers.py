@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from elastic_mbs.batch.splitters import Splitter, type_name
+from elastic_mbs.batch.splitters import Splitter, splitter_of, type_name
 from elastic_mbs.errors import BatchError
 
 Path = tuple[Any, ...]
@@ -97,6 +97,9 @@ def cached_kind(cls: type) -> Kind:
             if issubclass(cls, numpy.ndarray)
             else Kind(Role.SCALAR)
         )
+    known = splitter_of(cls)
+    if known is not None:
+        return Kind(Role.CUSTOM, splitter=known)
     if hasattr(cls, "__torch_function__") and not issubclass(cls, Tensor):
         # a tensor-like container (TensorDict) has a batch size of its own, which a rebuild would
         # keep
@@ -117,6 +120,15 @@ kind_of: Callable[[type], Kind] = cached_kind  # mypy takes the cached function 
 def roles_in(values: Iterable[Any]) -> set[Role]:
     # once per type, so that a list of many strings costs little
     return {kind_of(cls).role for cls in set(map(type, values))}
+
+
+def is_collated_text(value: Any) -> bool:
+    """Return whether a value is a tuple of texts, as `default_collate` makes of them."""
+    return (
+        type(value) is tuple
+        and bool(value)
+        and all(isinstance(part, str | bytes) for part in value)
+    )
 
 
 def has_rows(value: Any, roles: set[Role]) -> bool:

@@ -32,6 +32,7 @@ from elastic_mbs.batch.containers import (
     dotted,
     fresh,
     has_rows,
+    is_collated_text,
     kind_of,
     roles_in,
     row_attributes,
@@ -43,7 +44,7 @@ from elastic_mbs.batch.containers import (
 from elastic_mbs.batch.cut import Dims, Known, ListLayout
 from elastic_mbs.batch.ragged.fields import RaggedField
 from elastic_mbs.batch.ragged.keys import tells, well_known
-from elastic_mbs.batch.ragged.relations import Member, Placeholders
+from elastic_mbs.batch.ragged.relations import Member, Placeholders, jagged
 from elastic_mbs.batch.ragged.settle import Belongs, settle
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
@@ -162,21 +163,25 @@ class Layout:
         kind = kind_of(type(value))
         role = kind.role
         if isinstance(given, Member) and role is not Role.FIELDS:
-            node = Node(Cut.RAGGED, path, value, kind)
-            self.ragged.append((node, given))
-            return node
+            return self._ragged(value, path, kind, given)
         if given is None or role is Role.SCALAR:
             copied = given is None and bool(tensors_in(value, (Role.ARRAY,)))
             return Node(Cut.WHOLE, path, value, kind, copied=copied)
         if role is Role.TENSOR or role is Role.ARRAY:
             return self._tensor(value, path, kind, given)
         if role is Role.FIELDS:
-            as_items = given is ListLayout.ITEMS or _is_collated_text(value, given)
+            collated = given is not ListLayout.FIELDS and is_collated_text(value)
+            as_items = given is ListLayout.ITEMS or collated
             read = self._items if as_items else self._fields
             return read(value, path, kind, given)
         if role is Role.LIST:
             return self._list(value, path, kind, given)
         return self._custom(value, path, kind, given)
+
+    def _ragged(self, value: Any, path: Path, kind: Kind, member: Member) -> Node:
+        node = Node(Cut.RAGGED, path, value, kind)
+        self.ragged.append((node, member))
+        return node
 
     def _custom(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         if kind.splitter is None:
@@ -192,6 +197,10 @@ class Layout:
 
     def _tensor(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         is_tensor = kind.role is Role.TENSOR
+        if is_tensor and value.is_nested and given in (_NOT_GIVEN, 0):
+            member = jagged(value)
+            if member is not None:
+                return self._ragged(value, path, kind, member)
         if is_tensor and (value.layout is not torch.strided or value.is_nested):
             form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             raise _refusal(
@@ -229,9 +238,9 @@ class Layout:
             named = self.dims and any(
                 self.given((*path, *below)) is not _NOT_GIVEN for below, _ in walk(value)
             )
-            if not named and any(
-                end.value is not None for child in node.children.values() for end in child.ends()
-            ):
+            ends = [end for child in node.children.values() for end in child.ends()]
+            told = named or any(end.cut is Cut.RAGGED for end in ends)
+            if not told and any(end.value is not None for end in ends):
                 self.unclear.append(node)
         return node
 
@@ -450,16 +459,6 @@ class Layout:
             for helper in dict.fromkeys(said.values())
         ]
         return "dims=" + " | ".join(([f"{{{', '.join(dims)}}}"] if dims else []) + ways)
-
-
-def _is_collated_text(value: Any, given: Any) -> bool:
-    """Return whether a value is a tuple of texts, as `default_collate` makes of them."""
-    return (
-        given is not ListLayout.FIELDS
-        and type(value) is tuple
-        and bool(value)
-        and all(isinstance(part, str | bytes) for part in value)
-    )
 
 
 def where(path: Path) -> str:

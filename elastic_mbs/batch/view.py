@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import compress
+from itertools import accumulate, compress
 from math import ceil
 from operator import attrgetter
 from typing import Any
@@ -159,6 +159,13 @@ def _elements(end: Node, tensors: Sequence[Tensor]) -> int:
     return int(end.value.size) if end.kind.role is Role.ARRAY else sum(map(_NUMEL, tensors))
 
 
+def _rows_in(end: Node) -> Rows | None:
+    if end.ragged is not None:
+        return end.ragged.rows
+    lengths = None if end.kind.splitter is None else end.kind.splitter.rows_of(end.value)
+    return None if lengths is None else Rows([0, *accumulate(lengths)])
+
+
 def _row_costs(ends: Sequence[Node], elements: int, samples: int) -> Costs | None:
     """Return the elements of samples that bring rows in unequal numbers; None where none do.
 
@@ -170,7 +177,7 @@ def _row_costs(ends: Sequence[Node], elements: int, samples: int) -> Costs | Non
     by_row: dict[int, float] = {}  # elements of a row in all fields, by the id of the rows
     found: dict[int, Rows] = {}
     for end in ends:
-        rows = None if end.ragged is None else end.ragged.rows
+        rows = _rows_in(end)
         if rows is None or not rows.total:
             continue
         own = _elements(end, tensors_in(end.value))

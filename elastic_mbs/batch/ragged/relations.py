@@ -20,6 +20,7 @@ from elastic_mbs.batch.ragged.fields import (
     RowsOf,
     Starts,
 )
+from elastic_mbs.batch.ragged.nested import Jagged, is_jagged
 from elastic_mbs.batch.ragged.rows import Rows, described, whole_numbers
 from elastic_mbs.errors import BatchError
 
@@ -38,6 +39,7 @@ class Part(Enum):
     BY = auto()  # tells which rows belong to which sample
     NUMBER = auto()  # the number of each row's sample
     POINTERS = auto()  # the numbers of other rows
+    JAGGED = auto()  # a nested tensor, which has the relation in itself
     LONGEST = auto()  # the rows of the longest sample
 
 
@@ -81,7 +83,7 @@ class Relation:
                 raise BatchError(f'"{dotted(path)}" is cut by {self.by!r}: {error}') from error
         if callable(self.by):
             return self.by(batch), f"the lengths of {dotted(path)!r}", None
-        return self.by, f"the lengths of {dotted(path)!r}", None
+        return self.by, f"the lengths of {dotted(path)!r}", ("values", id(self.by))
 
     def samples(self, values: Tensor) -> int | None:
         """Return how many samples the source tells of; None where it does not."""
@@ -156,6 +158,8 @@ class Member:
         """
         if self.part is Part.LONGEST:
             return self._longest(value, rows, name)
+        if self.part is Part.JAGGED:
+            return Jagged(rows)
         dim = self.dim_of(value, rows.total, name)
         if self.relation.how is How.COLUMN:
             return IndexColumn(rows, self.relation.column)
@@ -196,6 +200,13 @@ class Member:
                 "  a mask of rows × rows cannot be cut: make it inside loss_fn"
             )
         return fitting[0]
+
+
+def jagged(value: Any) -> Member | None:
+    """Return the member that a nested tensor is; None for one that cannot be cut."""
+    if not is_jagged(value):
+        return None
+    return Member(Relation(How.CUMULATED, value.offsets()), Part.JAGGED)
 
 
 def rows_in(value: Any, dim: int | None) -> int:

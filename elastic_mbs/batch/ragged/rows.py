@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ class Rows:
     bounds: list[int]  # N + 1
     # the rows sorted by sample, on the host; None where they lie in that order
     order: Tensor | None = None
+    # the offsets of the piece that was cut last, by its place
+    shared: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def samples(self) -> int:
@@ -78,6 +80,8 @@ def whole_numbers(value: Any, name: str) -> Tensor:
     listed = isinstance(value, Tensor | Sequence) or kind_of(type(value)).role is Role.ARRAY
     try:
         found = torch.as_tensor(value, device="cpu") if listed and not _is_text(value) else None
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError):
         found = None
     if found is None or found.dtype == torch.bool or found.is_complex():
