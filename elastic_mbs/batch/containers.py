@@ -93,7 +93,7 @@ def cached_kind(cls: type) -> Kind:
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(cls, numpy.generic | numpy.ndarray):
         return (
-            Kind(Role.ARRAY, put=lambda obj, parts: obj.copy())
+            Kind(Role.ARRAY, put=lambda obj, parts: own_array(obj.copy()))
             if issubclass(cls, numpy.ndarray)
             else Kind(Role.SCALAR)
         )
@@ -330,6 +330,31 @@ def fresh(obj: Any) -> Any:
     """
     kind = kind_of(type(obj))
     return kind.put(obj, {key: fresh(part) for key, part in kind.take(obj).items()})
+
+
+def own_array(array: Any) -> Any:
+    """Return a numpy array that was just made, with new containers in it where it holds objects.
+
+    So an edit of one reaches no replay.
+    """
+    if array.dtype == object:
+        for place in sys.modules["numpy"].ndindex(array.shape):
+            array[place] = fresh(array[place])
+    return array
+
+
+def count_attributes(obj: Any, parts: Parts, samples: int) -> dict[str, bool]:
+    """Return the attributes of a dataclass that could hold its number of samples.
+
+    They are made from its fields (in `__post_init__`, say) and are none themselves. True for those
+    that have it now.
+    """
+    if not dataclasses.is_dataclass(obj):
+        return {}
+    others = getattr(obj, "__dict__", {}).items()
+    return {
+        name: value == samples for name, value in others if type(value) is int and name not in parts
+    }
 
 
 def row_attributes(obj: Any, parts: Parts) -> list[str]:

@@ -34,6 +34,7 @@ from elastic_mbs.batch.containers import (
     has_rows,
     is_collated_text,
     kind_of,
+    own_array,
     roles_in,
     row_attributes,
     suffixes,
@@ -89,7 +90,7 @@ class Node:
         if cut is Cut.ITEMS:
             return self.with_items(value[start:stop])
         if cut is Cut.COPY:
-            return value[(*(slice(None),) * self.dim, slice(start, stop))].copy()
+            return own_array(value[(*(slice(None),) * self.dim, slice(start, stop))].copy())
         if self.ragged is not None:
             part = self.ragged.piece(value, start, stop)
             return self.with_items(part) if type(part) is list else part

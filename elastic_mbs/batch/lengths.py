@@ -21,7 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Path, Role, dotted, kind_of, lookup, suffixes, tensors_in
+from elastic_mbs.batch.containers import (
+    Path,
+    Role,
+    dotted,
+    kind_of,
+    lookup,
+    own_array,
+    suffixes,
+    tensors_in,
+)
 from elastic_mbs.batch.layout import Cut, Node, where
 from elastic_mbs.batch.pieces import PaddedCosts
 from elastic_mbs.errors import BatchError, UsageError
@@ -56,7 +65,7 @@ class Sorted:
         if dim is not None and self.lengths[start] < value.shape[dim]:
             value = value[(*(slice(None),) * dim, slice(self.lengths[start]))]
         if end.cut is Cut.COPY:
-            return value.take(self.order[start:stop], end.dim)
+            return own_array(value.take(self.order[start:stop], end.dim))
         if value.device not in self._indices:
             self._indices[value.device] = torch.tensor(self.order, device=value.device)
         return value.index_select(end.dim, self._indices[value.device][start:stop])
@@ -114,6 +123,8 @@ class ByLength:
         trims = {
             id(end): dim for end in ends if (dim := self._dim_of(end, lengths, width)) is not None
         }
+        if self._little_evidence(ends, trims, lengths):
+            return None
         if longest == shortest and all(
             end.value.shape[trims[id(end)]] == longest for end in ends if id(end) in trims
         ):
@@ -121,6 +132,20 @@ class ByLength:
         ordered, order = torch.sort(lengths, descending=True, stable=True)
         each = ordered.tolist()
         return Sorted(order.tolist(), each, PaddedCosts(_elements(ends, trims, each)), trims)
+
+    def _little_evidence(
+        self, ends: Sequence[Node], trims: Mapping[int, int], lengths: Tensor
+    ) -> bool:
+        """Return whether one position alone was found to be padding: all tensors have such a one.
+
+        There is nothing to gain either.
+        """
+        total = int(lengths.sum())
+        return any(
+            end.value.shape[trims[id(end)]] * len(lengths) - total == 1
+            for end in ends
+            if id(end) in trims and not any(name in self._trim for name in suffixes(end.path))
+        )
 
     def _lengths(self, batch: Any, ends: Sequence[Node], samples: int) -> tuple[Tensor, int | None]:
         """Return the samples' lengths, at least 1, on the host, and the width of a mask."""

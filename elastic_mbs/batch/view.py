@@ -15,15 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Path, Role, dotted, kind_of, map_tensors, tensors_in
+from elastic_mbs.batch.containers import (
+    Path,
+    Role,
+    count_attributes,
+    dotted,
+    kind_of,
+    map_tensors,
+    tensors_in,
+    to_register,
+)
 from elastic_mbs.batch.cut import Dims, ListLayout
-from elastic_mbs.batch.layout import MANY, Cut, Layout, Node
+from elastic_mbs.batch.layout import MANY, Cut, Layout, Node, quoted, where
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.pieces import Costs, RowCosts
 from elastic_mbs.batch.ragged.keys import tells
 from elastic_mbs.batch.ragged.relations import Member, Placeholders
 from elastic_mbs.batch.ragged.rows import Rows
 from elastic_mbs.batch.ragged.settle import Belongs
+from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
 __all__ = ["BatchView", "map_tensors"]
@@ -86,6 +96,7 @@ class BatchView:
         layout = Layout(dims, dict(self.known_lists), self._placeholders)
         root = layout.read(self.batch)
         length = layout.finish(root)
+        _check_counts(root, length, layout)
         self.known_lists = layout.known
         return root, layout.ends, length
 
@@ -153,6 +164,28 @@ class BatchView:
         }
         moved = (version != before for version, before in zip(self.versions(), since, strict=True))
         return any(id(tensor) in whole for tensor in compress(self.tensors, moved))
+
+
+def _check_counts(root: Node, samples: int, layout: Layout) -> None:
+    """Refuse numbers of samples that every piece would get whole, unless `dims` allows it."""
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        todo.extend([child for child in node.children.values() if child.children])
+        if node.cut is not Cut.FIELDS or type(node.value) in _FLAT:
+            continue
+        for name, equal in count_attributes(node.value, node.children, samples).items():
+            path = (*node.path, name)
+            if not equal:
+                layout.known[path] = Belongs.WHOLE
+            elif samples > 1 and path not in layout.known and layout.given(path) is not None:
+                raise BatchError(
+                    f"{where(path)} of {type_name(type(node.value))} is {samples}, the number of "
+                    "samples, and every piece would get it\n"
+                    f"  if it is no number of samples: dims=cut.whole({quoted(path)})\n"
+                    f"  if it is: take len(...) of a part in its place, or "
+                    f"{to_register(type(node.value))}"
+                )
 
 
 def _elements(end: Node, tensors: Sequence[Tensor]) -> int:

@@ -231,6 +231,17 @@ def test_an_edit_of_an_array_reaches_neither_a_replay_nor_the_batch(
     assert not array(batch).any()
 
 
+@pytest.mark.parametrize("dims", [{}, {"a": 1}, cut.whole("a")])
+def test_an_edit_of_a_list_in_an_array_reaches_no_replay(dims: dict[str, Any]) -> None:
+    array = np.empty((3, 3), dtype=object)
+    for place in np.ndindex(3, 3):
+        array[place] = ["word"]
+    view = BatchView({"x": rows(3), "a": array}, dims)
+    view.piece(0, 2)["a"][0, 0].append("edited")
+    assert view.piece(0, 2)["a"][0, 0] == ["word"]
+    assert array[0, 0] == ["word"]
+
+
 def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Role, kind_of
+from elastic_mbs.batch.containers import Role, kind_of, own_array
 from elastic_mbs.errors import BatchError
 
 
@@ -45,12 +45,12 @@ class Rows:
             if isinstance(value, Tensor):
                 return value.narrow(dim, first, last - first)
             part = value[(*(slice(None),) * dim, slice(first, last)) if dim else slice(first, last)]
-            return part.copy() if kind_of(type(value)).role is Role.ARRAY else part
+            return own_array(part.copy()) if kind_of(type(value)).role is Role.ARRAY else part
         rows = self.order[first:last].sort().values
         if isinstance(value, Tensor):
             return value.index_select(dim, rows.to(value.device))
         if kind_of(type(value)).role is Role.ARRAY:
-            return value.take(rows.tolist(), dim)
+            return own_array(value.take(rows.tolist(), dim))
         return [value[row] for row in rows.tolist()]
 
     @classmethod

@@ -16,10 +16,11 @@ from elastic_mbs.errors import BatchError
 
 
 class Belongs(Enum):
-    """A reading of a field beside a well-known key, kept for the batches in which it is unclear."""
+    """A reading of a value that was clear in one batch, kept for those in which it is not."""
 
     ROWS = auto()  # its rows belong to samples in unequal numbers
     SAMPLES = auto()  # one per sample
+    WHOLE = auto()  # the same for all samples
 
 
 class RaggedNode(Protocol):
