@@ -46,7 +46,7 @@ from elastic_mbs.batch.cut import Dims, Known, ListLayout
 from elastic_mbs.batch.ragged.fields import RaggedField
 from elastic_mbs.batch.ragged.keys import tells, well_known
 from elastic_mbs.batch.ragged.relations import Member, Placeholders, jagged
-from elastic_mbs.batch.ragged.settle import Belongs, settle
+from elastic_mbs.batch.ragged.settle import settle
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
@@ -150,11 +150,10 @@ class Layout:
     def given(self, path: Path) -> Any:
         return next((self.dims[name] for name in suffixes(path) if name in self.dims), _NOT_GIVEN)
 
-    def _allows_key(self, path: Path) -> bool:
-        """Return whether a well-known key may say how a value is cut."""
+    def _allows_key(self, path: Path) -> bool | Member:
+        """Return whether a well-known key may tell how a value is cut, or what `dims` says."""
         given = self.given(path)
-        said = given is not _NOT_GIVEN and not isinstance(given, Member)
-        return not said and self.known.get(path) is not Belongs.SAMPLES
+        return given if isinstance(given, Member) else given is _NOT_GIVEN
 
     def read(self, value: Any, path: Path = (), inherited: Any = _NOT_GIVEN) -> Node:
         """Return the node of a value, and collect the open lists and unclear tuples below it."""
@@ -229,7 +228,7 @@ class Layout:
         said: Mapping[Any, Any] = {}
         if given is _NOT_GIVEN and tells(parts):
             self.keyed.add(path)
-            said = well_known(parts, path, self._allows_key, self.placeholders)
+            said = well_known(parts, path, self._allows_key, self.known, self.placeholders)
         for key, part in parts.items():
             child = node.children[key] = self.read(part, (*path, key), said.get(key, inherited))
             node.size = max(node.size, child.size)
