@@ -62,7 +62,6 @@ from elastic_mbs.batch.cut import Dims, Known, ListLayout
 from elastic_mbs.batch.ragged.fields import RaggedField
 from elastic_mbs.batch.ragged.keys import tells, well_known
 from elastic_mbs.batch.ragged.relations import Member, Placeholders, jagged
-from elastic_mbs.batch.ragged.settle import Belongs
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
@@ -171,11 +170,10 @@ class Layout:
         places = [path[:depth] for depth in range(len(path) + 1)]
         return any(self.given(place) is not _NOT_GIVEN for place in places)
 
-    def _allows_key(self, path: Path) -> bool:
-        """Return whether a well-known key may say how a value is cut."""
+    def _allows_key(self, path: Path) -> bool | Member:
+        """Return whether a well-known key may tell how a value is cut, or what `dims` says."""
         given = self.given(path)
-        said = given is not _NOT_GIVEN and not isinstance(given, Member)
-        return not said and self.known.get(path) is not Belongs.SAMPLES
+        return given if isinstance(given, Member) else given is _NOT_GIVEN
 
     def read(self, value: Any, path: Path = (), inherited: Any = _NOT_GIVEN) -> Node:
         """Return the node of a value, and collect the open lists and unclear tuples below it."""
@@ -250,7 +248,7 @@ class Layout:
         said: Mapping[Any, Any] = {}
         if given is _NOT_GIVEN and tells(parts):
             self.keyed.add(path)
-            said = well_known(parts, path, self._allows_key, self.placeholders)
+            said = well_known(parts, path, self._allows_key, self.known, self.placeholders)
         for key, part in parts.items():
             child = node.children[key] = self.read(part, (*path, key), said.get(key, inherited))
             node.size = max(node.size, child.size)

@@ -103,6 +103,9 @@ class _Snapshot(NamedTuple):
         return lost
 
 
+# The mode is the caller's to set. The other says that transformers has put its hooks in place. They
+# stay where they are: it would do so again, and take every output twice.
+_KEPT = frozenset({"training", "_output_capturing_hooks_installed"})
 _NOWHERE = _Places([], [], [])
 _NOTHING = _Snapshot(_NOWHERE, [], [], [], [])
 
@@ -388,11 +391,10 @@ def _label(module: nn.Module, name: str) -> str:
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers, flags and strings: a cache and its length go back together."""
-    # The mode is the caller's to set.
     return {
         name: value
         for name, value in attributes.items()
-        if isinstance(value, PLAIN) and name != "training"
+        if isinstance(value, PLAIN) and name not in _KEPT
     }
 
 

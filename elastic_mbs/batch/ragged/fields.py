@@ -35,10 +35,11 @@ class RowsOf:
 
     rows: Rows
     dim: int = 0
-    optional: bool = False  # a piece without rows gets None
+    # what samples before each one need of it; a piece that needs nothing gets None
+    needed: Sequence[int] | None = None
 
     def piece(self, value: Any, start: int, stop: int) -> Any:
-        if self.optional and self.rows.bounds[start] == self.rows.bounds[stop]:
+        if self.needed is not None and self.needed[start] == self.needed[stop]:
             return None
         return self.rows.cut(value, self.dim, start, stop)
 

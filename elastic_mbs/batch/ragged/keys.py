@@ -17,6 +17,7 @@ from elastic_mbs.batch.containers import Path, Role, has_rows, kind_of, roles_in
 from elastic_mbs.batch.ragged import vision
 from elastic_mbs.batch.ragged.relations import How, Member, Part, Placeholders, Relation
 from elastic_mbs.batch.ragged.rows import whole_numbers
+from elastic_mbs.batch.ragged.settle import Belongs
 from elastic_mbs.errors import BatchError
 
 Parts = Mapping[Any, Any]
@@ -202,7 +203,8 @@ def tells(parts: Parts) -> bool:
 def well_known(
     parts: Parts,
     path: Path,
-    allowed: Callable[[Path], bool],
+    allowed: Callable[[Path], bool | Member],
+    known: Mapping[Path, Any],
     placeholders: Placeholders,
 ) -> Members:
     """Return the members that the keys of a container tell of.
@@ -210,14 +212,21 @@ def well_known(
     Args:
         parts: of the container.
         path: of the container.
-        allowed: whether a key may say how the value at a path is cut.
+        allowed: whether a key may say how the value at a path is cut, or the member that is said.
+        known: readings of earlier batches, for members that are not sure.
         placeholders: the a function that returns the tokens of pictures and videos.
 
     Raises:
         BatchError: they can be read in two ways, or contradict each other.
     """
-    free = {key: part for key, part in parts.items() if allowed((*path, key))}
-    found: Members = vision.pictures(free, placeholders)
+    said = {key: allowed((*path, key)) for key in parts}
+    free = {key: part for key, part in parts.items() if said[key]}
+    unsaid = {key: part for key, part in parts.items() if said[key] is True}
+    found: Members = vision.pictures(unsaid, placeholders)
     for rule in dict.fromkeys(_BY_KEY[key] for key in _BY_KEY if key in free):
         found |= rule(free)
-    return found
+    return {
+        key: member
+        for key, member in found.items()
+        if member.sure or known.get((*path, key)) is not Belongs.SAMPLES
+    }

@@ -135,7 +135,7 @@ class Member:
     # of, which the samples can have too.
     sure: bool = True
     into: Relation | None = None  # of the rows that pointers point to
-    optional: bool = False  # a piece without rows gets None
+    needed: Sequence[int] | None = None  # see `RowsOf`
 
     @property
     def starts(self) -> RaggedField | None:
@@ -165,7 +165,7 @@ class Member:
             return IndexColumn(rows, self.relation.column)
         if into is not None:
             return Pointers(rows, into.bounds, dim)
-        return RowsOf(rows, dim, self.optional) if self.part is Part.ROWS else Index(rows, dim)
+        return RowsOf(rows, dim, self.needed) if self.part is Part.ROWS else Index(rows, dim)
 
     def _longest(self, value: Any, rows: Rows, name: str) -> RaggedField | None:
         numbers = whole_numbers([value] if isinstance(value, int) else value.reshape(-1), name)

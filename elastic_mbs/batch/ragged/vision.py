@@ -134,8 +134,8 @@ class _Reader:
         if numbers is None:
             tiled = "image_sizes" in self._parts or "image_sizes_videos" in self._parts
             if self._pixels.ndim == 5 and not tiled:
-                numbers = None  # a row holds all pictures of a sample (Idefics, SmolVLM)
-            elif (tokens := self._tokens()) is not None:
+                return self._by_sample()
+            if (tokens := self._tokens()) is not None:
                 told = bool(tokens.any())
                 if count == self._samples and bool(tokens.any(1).all()):
                     return {}  # each sample has a picture, so it has one
@@ -146,15 +146,29 @@ class _Reader:
             raise self._unknown()
         return self._members(numbers, count) | {medium.pixels: _member(numbers)}
 
+    def _by_sample(self) -> dict[Any, Member]:
+        """Return how rows with all pictures of a sample are cut (Idefics, SmolVLM)."""
+        tokens, count = self._tokens(), len(self._pixels)
+        if tokens is None or count != self._samples:
+            return {}
+        pictures, keys = tokens.any(1).tolist(), self._medium.beside & set(self._parts)
+        member = _member([1] * count, pictures)
+        return {self._medium.pixels: member} | {
+            key: member for key in keys if len(self._parts[key]) == count
+        }
+
     def _given(self) -> list[int] | None:
+        """Return the numbers that a key gives; None where it does not, or means something else."""
         for key in self._medium.numbers:
-            if key in self._parts:
-                numbers = whole_numbers(self._parts[key], f'"{key}"').tolist()
-                if len(numbers) != self._samples:
-                    raise BatchError(
-                        f'"{key}" has {len(numbers)} numbers for {self._samples} samples'
-                    )
-                return numbers
+            if key not in self._parts:
+                continue
+            numbers = whole_numbers(self._parts[key], f'"{key}"')
+            tokens = self._tokens()
+            # of pictures in a flat list processors of LLaVA-OneVision say 1 for each picture
+            if len(numbers) == self._samples and (
+                tokens is None or torch.equal(tokens.any(1), numbers > 0)
+            ):
+                return numbers.tolist()
         return None
 
     def _tokens(self) -> Tensor | None:
@@ -166,8 +180,14 @@ class _Reader:
         return None if token is None else (ids == token).cpu()
 
     def _members(self, numbers: list[int], count: int) -> dict[Any, Member]:
-        keys = self._medium.beside & set(self._parts)
-        return {key: _member(numbers) for key in keys if len(self._parts[key]) == count}
+        beside = self._medium.beside | set(self._medium.numbers)
+        found = {key: _member(numbers) for key in beside & set(self._parts)}
+        return {
+            key: member
+            for key, member in found.items()
+            if len(self._parts[key]) == count
+            and (key in self._medium.beside or count != self._samples)
+        }
 
     def _unknown(self) -> BatchError:
         name, rows = self._medium.pixels, len(self._pixels)
@@ -175,15 +195,19 @@ class _Reader:
         return BatchError(
             f'nothing tells to which of the {self._samples} samples the {rows} rows of "{name}" '
             f"belong: neither {self._medium.numbers[0]}, nor the placeholder tokens of "
-            "input_ids, by mm_token_type_ids or the model's configuration\n"
-            + "\n".join([f'  dims=cut.ragged("{key}", lengths=…)' for key in keys])
-            + ", a function batch → rows of each sample"
+            "input_ids, by mm_token_type_ids or the model's configuration\n  dims="
+            + " | ".join([f'cut.ragged("{key}", lengths=…)' for key in keys])
+            + ", a name or a function batch → rows of each sample"
         )
 
 
-def _member(numbers: list[int]) -> Member:
-    # models take None for no pictures, and often no empty tensor
-    return Member(Relation(How.LENGTHS, numbers), Part.ROWS, optional=True)
+def _member(rows: list[int], pictures: list[int] | None = None) -> Member:
+    """Return a field with some rows of each sample; with None where no sample has pictures.
+
+    Models take None for no pictures, and often no empty tensor.
+    """
+    needed = [0, *accumulate(rows if pictures is None else pictures)]
+    return Member(Relation(How.LENGTHS, rows), Part.ROWS, needed=needed)
 
 
 def _by_size(sizes: list[int], tokens: Tensor) -> list[int] | None:
