@@ -30,7 +30,7 @@ class Case:
         self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
     ) -> None:
         self.model, self.batch = model, batch
-        self.loss_fn = lambda piece: loss(self.model, piece)
+        self.loss_fn: Callable[[Any], Tensor] = lambda piece: loss(self.model, piece)
 
 
 def speech() -> Case:
