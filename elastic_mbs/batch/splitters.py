@@ -121,7 +121,7 @@ def splitter_of(cls: type) -> Splitter | None:
             _some_graphs,
             lambda batch: _tensors_in(batch.to_dict()),
             lambda batch, fn: copy.copy(batch).apply(fn),
-            _nodes,
+            rows_of=_nodes,
         )
     if all(hasattr(cls, name) for name in ("batch_size", "batch_dims", "auto_batch_size_")):
         return Splitter(

@@ -9,10 +9,12 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
 from elastic_mbs import ElasticMBS, count_tokens
+from elastic_mbs.integrations.accelerate import elastic
 from elastic_mbs.integrations.transformers import elastic_trainer
 from elastic_mbs.testing import InjectOOM
 from elastic_mbs.testing.faults import RandomFaults
@@ -54,7 +56,7 @@ def test_a_plain_loop_is_exact_wherever_memory_runs_out(name: str) -> None:
         assert error_of(gradients(model), wanted) <= EXACT
         # the reading of the batch is tried again and counted nowhere
         place, struck = place + EVERY, struck + result.ooms
-    assert struck > 250 // EVERY
+    assert struck > 150 // EVERY
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -90,6 +92,22 @@ def test_a_trainer_trains_as_without_errors(name: str) -> None:
     )
     assert ours.elastic.stats.ooms > 0
     assert apart(ours, stock) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "LLaVA"])
+def test_a_prepared_model_tells_its_placeholders_too(name: str) -> None:
+    model, batch = made(name), batch_of(name)
+    model(**batch).loss.backward()
+    wanted = gradients(model)
+    model.zero_grad(set_to_none=True)
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+    mbs = elastic(accelerator, prepared, count=count_tokens(shift=True), **quiet())
+    with InjectOOM(at=[60]) as injected:
+        result = mbs.backward(lambda piece: prepared(**piece).loss, batch)
+    assert injected.hits
+    assert result.ooms == 1
+    assert error_of(gradients(model), wanted) <= EXACT
 
 
 def sft(kind: Any, name: str, faults: Any = None) -> Any:

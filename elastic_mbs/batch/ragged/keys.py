@@ -41,8 +41,10 @@ _LONGEST = frozenset({"max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_length_
 def _boxes(parts: Parts) -> Members:
     """Return what `batch_idx` says: it has the number of the picture of each box."""
     index = parts["batch_idx"]
-    if not _is_index(index):
+    if not _is_index(index) or not len(index):
         return {}
+    if float(torch.as_tensor(index).max()) >= max(map(_rows, parts.values())):
+        return {}  # of something else than the samples
     relation, found = _by_key(How.INDEX, "batch_idx"), Members()
     for key, value in parts.items():
         if key in _OF_BOX or (key not in _OF_PICTURE and _rows(value) == len(index)):
@@ -223,7 +225,9 @@ def well_known(
     free = {key: part for key, part in parts.items() if said[key]}
     unsaid = {key: part for key, part in parts.items() if said[key] is True}
     found: Members = vision.pictures(unsaid, placeholders)
-    for rule in dict.fromkeys(_BY_KEY[key] for key in _BY_KEY if key in free):
+    # what `dims` says of offsets decides how many there are
+    keys = [key for key in _BY_KEY if key in (unsaid if key == "offsets" else free)]
+    for rule in dict.fromkeys(_BY_KEY[key] for key in keys):
         found |= rule(free)
     return {
         key: member

@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from elastic_mbs import cut
+from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError, UsageError
 from tests.helpers import ragged as made
@@ -200,3 +202,79 @@ def test_a_dimension_of_tokens_can_be_said() -> None:
         BatchView(batch)
     piece = BatchView(batch, cut.packed("logits", dim=1)).piece(1, 2)
     assert piece["logits"].shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"batch_idx": torch.tensor([7, 3, 12, 90])},  # places in a data set
+        {"batch_idx": torch.zeros(4, 2)},
+        {"batch": torch.tensor([0, 0, 1, 1])},  # of an experiment, without graphs
+        {"offsets": torch.tensor([0.5, 1, 2, 3])},
+        {"offsets": torch.tensor([3, 1, 2, 0])},
+        {"offsets": torch.zeros(4, 2).long()},
+        {"cu_seqlens": torch.tensor([0, 5, 9, 12])},  # of something that is not here
+    ],
+)
+def test_a_key_whose_data_mean_something_else_is_read_in_the_ordinary_way(
+    beside: dict[str, Tensor],
+) -> None:
+    batch = {"x": torch.arange(4), "y": torch.zeros(4, 3)} | beside
+    piece = BatchView(batch).piece(1, 3)
+    assert all(torch.equal(piece[name], batch[name][1:3]) for name in batch)
+
+
+def test_a_field_that_can_be_read_in_two_ways_is_asked_about_once() -> None:
+    batch = {
+        "img": torch.zeros(4, 2),
+        "area": torch.arange(4.0),
+        "batch_idx": torch.tensor([0, 0, 1, 3]),
+    }
+    with pytest.raises(BatchError, match='"area" has 4 rows, as many as the batch has') as raised:
+        BatchView(batch)
+    lines = str(raised.value)
+    assert 'dims={"area": 0}' in lines
+    assert 'dims=cut.ragged("area", by="batch_idx")' in lines
+    assert BatchView(batch, {"area": 0}).piece(1, 3)["area"].tolist() == [1, 2]
+    by_index = BatchView(batch, cut.ragged("area", by="batch_idx"))
+    assert by_index.piece(1, 3)["area"].tolist() == [2]
+    more = {
+        "img": torch.zeros(3, 2),
+        "area": torch.arange(5.0),
+        "batch_idx": torch.tensor([0, 0, 1, 2, 2]),
+    }
+    known = BatchView(more).known_lists
+    assert BatchView(batch, known_lists=known).piece(1, 3)["area"].tolist() == [2]
+    few = more | {"area": torch.arange(3.0)}
+    known = BatchView(few).known_lists
+    assert BatchView(batch, known_lists=known).piece(1, 3)["area"].tolist() == [1, 2]
+
+
+def test_offsets_that_can_be_read_in_two_ways_are_asked_about() -> None:
+    batch = {"input": torch.arange(7), "offsets": torch.tensor([0, 2, 7])}
+    with pytest.raises(BatchError, match="3 bags, the last of which is empty, or as 2 bags"):
+        BatchView(batch)
+    assert BatchView(batch, cut.offsets("input")).length == 3
+    assert BatchView(batch, cut.offsets("input", include_last_offset=True)).length == 2
+
+
+def test_edges_between_graphs_are_refused() -> None:
+    batch = {
+        "x": torch.zeros(3, 2),
+        "batch": torch.tensor([0, 0, 1]),
+        "edge_index": torch.tensor([[0, 1], [1, 2]]),
+        "y": torch.zeros(2),
+    }
+    with pytest.raises(BatchError, match="edges between the graphs"):
+        BatchView(batch)
+    with pytest.raises(BatchError, match="0 to 5 for 3 nodes"):
+        BatchView(batch | {"edge_index": torch.tensor([[0], [5]])})
+
+
+def test_ragged_fields_and_sorting_by_length_are_refused_together() -> None:
+    batch = {"mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]), "rows": torch.zeros(3)}
+    by_length = ByLength("mask", None, lambda kind, text: None)
+    with pytest.raises(BatchError, match=r"ranges of rows.*leave out pieces="):
+        BatchView(batch, cut.ragged("rows", lengths=[1, 2]), by_length=by_length)
+    with pytest.raises(BatchError, match=r"cut\.ragged"):
+        BatchView(batch, {"rows": "by batch_idx"})  # type: ignore[dict-item]
