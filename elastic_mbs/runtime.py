@@ -113,6 +113,8 @@ class ElasticMBS(RuntimeFigures):
             ),
             reduction=settings.reduction,
             warn_once=self._resources.warn,
+            sequence_first=trained.sequence_first,
+            placeholders=trained.placeholders,
         )
         work = (self._resources, self._knowledge, batches)
         self._calls = calls(*work, options.get("optimizers", ()))

@@ -18,9 +18,9 @@ from elastic_mbs.engine.attempt import Attempt, Failure, Phase, check_nothing_lo
 from elastic_mbs.engine.outcome.result import StepResult, check_not_overwritten
 from elastic_mbs.engine.parts import Batch, CallParts, parts_of
 from elastic_mbs.engine.passes import Passes
+from elastic_mbs.engine.recovery import recover as recovery
 from elastic_mbs.engine.recovery.failure import failure_of
 from elastic_mbs.engine.recovery.floor import Floor
-from elastic_mbs.engine.recovery.recover import call_on_fatal, check_cap, recover, unwind
 from elastic_mbs.engine.recovery.replay import Mode
 from elastic_mbs.engine.shared import running
 from elastic_mbs.engine.shared.knowledge import Knowledge
@@ -275,6 +275,7 @@ class Call:
                 return False  # the runtime was closed inside the block; the error is the user's
             if isinstance(error, Exception) and self._failed(attempt, error):
                 return True
+            recovery.note_piece(self.parts, attempt, error)
             self.abort(error)
             return False
         except BaseException as refusal:
@@ -320,12 +321,12 @@ class Call:
         """Roll the failed attempt back, and go on with smaller pieces."""
         failure, parts = self.failure, self.parts
         assert failure is not None
-        mode, smaller = recover(parts, failure, self._pass)
+        mode, smaller = recovery.recover(parts, failure, self._pass)
         if not smaller:
             training = self._pass.training
             floor = self._floors.setdefault(training, Floor(parts))
             floor.reached(failure, training=training)
-        check_cap(parts, failure)
+        recovery.check_cap(parts, failure)
         if mode is Mode.STEP:
             self._pass = self.passes.restarted(self._pass)
         self.failure = None
@@ -425,7 +426,7 @@ class Call:
         for last in (False, True):
             try:
                 self._drop_attempt()
-                unwind(self.parts, error)
+                recovery.unwind(self.parts, error)
                 self._close()
                 break
             except Exception as problem:
@@ -438,7 +439,7 @@ class Call:
             except BaseException as problem:
                 error = interrupt = problem
         self.parts.report.failed(error, self.parts.progress.failures)
-        call_on_fatal(self.parts, error)
+        recovery.call_on_fatal(self.parts, error)
         if interrupt is not None:
             raise interrupt
 

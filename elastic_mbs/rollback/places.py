@@ -222,16 +222,20 @@ class Contents(NamedTuple):
         getattr(self.container, put)(self.items)
 
 
+# The mode is the caller's to set. The other says that transformers has put its hooks in place. They
+# stay where they are: it would do so again, and take every output twice.
+_LEFT = frozenset({"training", "_output_capturing_hooks_installed"})
+
+
 def plain_of(module: nn.Module) -> dict[str, Any]:
     """Return the numbers, flags and strings of a module.
 
     A cache and its length go back together.
     """
-    # The mode is the caller's to set.
     return {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, PLAIN) and name != "training"
+        if isinstance(value, PLAIN) and name not in _LEFT
     }
 
 

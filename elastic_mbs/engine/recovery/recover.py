@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from elastic_mbs.engine.attempt import Failure
+from elastic_mbs.engine.attempt import Attempt, Failure
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.passes import Pass
 from elastic_mbs.engine.recovery.replay import Facts, Mode, choose_replay
 from elastic_mbs.errors import (
+    ElasticMBSError,
     MicroBatchFloorError,
     PoisonedDeviceError,
     RecoveryError,
@@ -179,6 +180,17 @@ def unwind(parts: CallParts, error: BaseException) -> None:
     lost = parts.snapshot.unwind()  # last: where the device is lost, this fails
     if lost is not None:
         _add_note(error, f"elastic_mbs: {lost}")
+
+
+def note_piece(parts: CallParts, attempt: Attempt, error: BaseException) -> None:
+    """Note on an error of the user's step that it ran on a piece, which can be the reason."""
+    size, samples = len(attempt), parts.batch.view.length
+    if size < samples and isinstance(error, Exception) and not isinstance(error, ElasticMBSError):
+        _add_note(
+            error,
+            f"elastic_mbs: raised in a piece of {size} of {samples} samples. If the step needs "
+            f"more at once: Policy(min_micro_batch_size={size + 1})",
+        )
 
 
 def call_on_fatal(parts: CallParts, error: BaseException) -> None:

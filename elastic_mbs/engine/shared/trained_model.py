@@ -156,6 +156,20 @@ class TrainedModel:
             )
         return list(dict.fromkeys(found))
 
+    def placeholders(self) -> dict[str, int]:
+        """Return the tokens that stand for pictures and videos, as a model of transformers says."""
+        for module in self.modules:
+            config = getattr(module, "config", None)
+            found = {
+                medium: token
+                for medium in ("image", "video")
+                for name in (f"{medium}_token_id", f"{medium}_token_index")
+                if isinstance(token := getattr(config, name, None), int)
+            }
+            if found:
+                return found
+        return {}
+
     def normalises_batch(self) -> bool:
         """Return whether a BatchNorm in the model would use the statistics of the piece now."""
         return any(m.training or m.running_mean is None for m in self.batch_norms())
@@ -167,6 +181,14 @@ class TrainedModel:
             for m in self.modules
             if isinstance(m, nn.modules.batchnorm._BatchNorm) and not hasattr(m, "batch_group")
         ]
+
+    def sequence_first(self) -> str | None:
+        """Return the name of a module that takes (S, N, …), with the samples on dim 1, if any."""
+        for name, module in chain.from_iterable(root.named_modules() for root in self.roots):
+            takes_sequences = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
+            if takes_sequences and not module.batch_first:
+                return f"{name or 'the model'} ({type(module).__name__})"
+        return None
 
 
 _MODULES, _PARAMETERS, _BUFFERS, _TRAINING = map(
