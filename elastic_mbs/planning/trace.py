@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -59,8 +59,6 @@ class Tracer:
         counter = flops_of if count else None
         timeline = Timeline(self.context.devices[0], self.fakes.mode, counter, values=values)
         data = self._data(size, values)
-        # fakes have no values, so all that matters is that no loss is left out
-        weights = dict.fromkeys(self.counts.names or (None,), 1.0)
         # a batch can require grad: taken whole it is among the fakes, and else its own leaf
         inputs = [t for t in (*tensors_in(data), *self.view.tensors) if t.requires_grad]
         hooks = [
@@ -83,7 +81,7 @@ class Tracer:
                     value = self.loss_fn(data)
                     terms, _ = read_losses(value, self.counts.names)
                     check_graph(terms)
-                    self._backward(weighted_sum(terms, weights))
+                    self._backward(weighted_sum(terms, self._weights()))
         finally:
             drop_unrun()
             torch.clear_autocast_cache()  # around loss_fn, it holds casts of fakes
@@ -97,6 +95,10 @@ class Tracer:
             timeline.flops,
             0 if moved is None else moved.bytes,
         )
+
+    def _weights(self) -> Mapping[str | None, float]:
+        """Return a weight for each loss: fakes have no values, so none may be left out."""
+        return dict.fromkeys(self.counts.names or (None,), 1.0)
 
     def _data(self, size: int, values: Values) -> Any:
         """Return the first samples as fakes, and note the values that are known."""
