@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -78,10 +78,7 @@ class Tracer:
             ):
                 data = to_device(data, self.context.piece_device)
                 with made(way, self.context, data, timeline) as moved:
-                    value = self.loss_fn(data)
-                    terms, _ = read_losses(value, self.counts.names)
-                    check_graph(terms)
-                    self._backward(weighted_sum(terms, self._weights()))
+                    self._backward(self._loss_of(self.loss_fn(data)))
         finally:
             drop_unrun()
             torch.clear_autocast_cache()  # around loss_fn, it holds casts of fakes
@@ -96,9 +93,11 @@ class Tracer:
             0 if moved is None else moved.bytes,
         )
 
-    def _weights(self) -> Mapping[str | None, float]:
-        """Return a weight for each loss: fakes have no values, so none may be left out."""
-        return dict.fromkeys(self.counts.names or (None,), 1.0)
+    def _loss_of(self, value: Any) -> Tensor:
+        """Return the sum of all losses: fakes have no values, so none may be left out."""
+        terms, _ = read_losses(value, self.counts.names)
+        check_graph(terms)
+        return weighted_sum(terms, dict.fromkeys(self.counts.names or (None,), 1.0))
 
     def _data(self, size: int, values: Values) -> Any:
         """Return the first samples as fakes, and note the values that are known."""
