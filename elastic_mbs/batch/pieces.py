@@ -6,7 +6,7 @@ pieces larger than needed.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -98,6 +98,9 @@ class Costs(Protocol):
     def worth(self, start: int, stop: int) -> int:
         """Return the cost of a piece, in units of the largest sample, rounded up."""
 
+    def example(self, size: int) -> tuple[int, int, float]:
+        """Return the start and stop of a piece that costs about `size`, and what it costs."""
+
     def partition(
         self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int
     ) -> tuple[tuple[int, int], ...]:
@@ -129,6 +132,9 @@ class PaddedCosts:
 
     def worth(self, start: int, stop: int) -> int:
         return -(-(stop - start) * self.each[start] // self.unit)
+
+    def example(self, size: int) -> tuple[int, int, float]:
+        return 0, size, size
 
     def partition(
         self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int
@@ -164,6 +170,14 @@ class RowCosts:
 
     def worth(self, start: int, stop: int) -> int:
         return -(-(self._before[stop] - self._before[start]) // self.unit)
+
+    def example(self, size: int) -> tuple[int, int, float]:
+        """Return the largest sample, with as many as fit after it, and then before it."""
+        before, limit = self._before, size * self.unit
+        start = self.each.index(self.unit)
+        stop = bisect_right(before, before[start] + limit) - 1
+        start = bisect_left(before, before[stop] - limit)
+        return start, stop, (before[stop] - before[start]) / self.unit
 
     def partition(
         self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int

@@ -114,6 +114,10 @@ class BatchView:
         parts = {key: tensor[start:stop] for key, tensor in self._rows.items()}
         return kind_of(type(self.batch)).put(self.batch, parts)
 
+    def example(self, size: int) -> tuple[int, int, float]:
+        """Return the start and stop of a piece of about `size`, and its size to a fraction."""
+        return (0, size, size) if self.costs is None else self.costs.example(size)
+
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Return (dotted path, tensor) of each tensor that is a field of the batch.
 

@@ -47,7 +47,7 @@ class Tracer:
     fakes: Fakes
 
     def piece(self, size: int, way: Way = Way.NONE, *, count: bool = False) -> Trace:
-        """Trace the first `size` samples into empty gradients, which stay.
+        """Trace a piece of `size` into empty gradients, which stay.
 
         With `count` the work is counted.
         """
@@ -58,7 +58,8 @@ class Tracer:
         values = Values(self.fakes.mode)
         counter = flops_of if count else None
         timeline = Timeline(self.context.devices[0], self.fakes.mode, counter, values=values)
-        data = self._data(size, values)
+        start, stop, exact = self.view.example(size)
+        data = self._data(start, stop, values)
         # a batch can require grad: taken whole it is among the fakes, and else its own leaf
         inputs = [t for t in (*tensors_in(data), *self.view.tensors) if t.requires_grad]
         hooks = [
@@ -86,7 +87,7 @@ class Tracer:
                 hook.remove()
         timeline.note()  # the last leaf has its gradient only now
         return Trace(
-            size,
+            exact,
             timeline.operations,
             timeline.points,
             timeline.flops,
@@ -99,15 +100,15 @@ class Tracer:
         check_graph(terms)
         return weighted_sum(terms, dict.fromkeys(self.counts.names or (None,), 1.0))
 
-    def _data(self, size: int, values: Values) -> Any:
-        """Return the first samples as fakes, and note the values that are known."""
+    def _data(self, start: int, stop: int, values: Values) -> Any:
+        """Return some samples as fakes, and note the values that are known."""
 
         def faked(real: Tensor) -> Tensor:
             fake = self.fakes(real)
             values.know(fake, real)
             return fake
 
-        return map_tensors(self.view.piece(0, size), faked)
+        return map_tensors(self.view.piece(start, stop), faked)
 
     def leaves(self) -> list[Tensor]:
         return [self.fakes(leaf) for leaf in self.context.model.leaves]

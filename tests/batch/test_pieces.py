@@ -115,6 +115,10 @@ def test_samples_in_any_order_are_cut_by_the_sum_of_what_they_cost(
     assert all(length % align == 0 for length in lengths[:-1])
     assert min(lengths) >= min(minimum, n)
     assert (costs.unit, costs.samples) == (max(each), -(-sum(each) // max(each)))
+    start, stop, cost = costs.example(size)
+    assert cost == sum(each[start:stop]) / max(each) <= size
+    assert max(each[start:stop]) == max(each)
+    assert (start, stop) == (0, n) or cost > size - 1
     if minimum == align == 1:
         assert max(lengths) <= most
         assert all(sum(each[start:stop]) <= size * max(each) for start, stop in pieces)

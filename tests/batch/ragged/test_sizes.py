@@ -51,3 +51,18 @@ def test_memory_that_is_short_is_met_once_and_not_in_each_batch() -> None:
             ooms.append(result.ooms)
     assert sum(ooms) > 0
     assert sum(ooms[20:]) <= 2, ooms
+
+
+def test_a_plan_means_the_largest_samples() -> None:
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)])
+    batch = packed([5, 50, 7, 100, 3, 20, 60, 90, 1, 44])
+
+    def activations(size: int, batch: dict[str, Tensor]) -> int:
+        report = ElasticMBS(model).plan(
+            lambda piece: model(piece["hidden"]).square().mean(), batch, budget="1GiB"
+        )
+        return next(each.activations for each in report.sizes if each.size == size)
+
+    one, two = activations(1, batch), activations(2, batch)
+    assert abs(one - activations(1, packed([100, 100]))) <= 0.01 * one
+    assert abs(two - 2 * one) <= 0.01 * two
