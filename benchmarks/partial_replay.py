@@ -46,10 +46,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.partial_replay_models import MODELS, Subject
 from elastic_mbs import ElasticMBS, MemoryOptions, Policy
+from elastic_mbs.dispatch import VersionedMode, run
 from elastic_mbs.errors import ElasticMBSError
 from elastic_mbs.events import Event, OutOfMemory
 from elastic_mbs.memory import MemoryBudget
@@ -121,20 +121,18 @@ class Result:
 # ---------------------------------------------------------------------- one model
 
 
-class _Arrival(TorchDispatchMode):
+class _Arrival(VersionedMode):
     """A count of operations, with a co-tenant that arrives before the one of a given number."""
 
     def __init__(self, at: int = -1, arrive: Callable[[], None] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.seen, self._at, self._arrive = 0, at, arrive
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.seen == self._at and self._arrive is not None:
             self._arrive()
         self.seen += 1
-        return func(*args, **(kwargs or {}))
+        return run(func, args, kwargs)
 
 
 class _Savings:

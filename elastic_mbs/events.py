@@ -54,7 +54,7 @@ class OutOfMemory(Event):
     level: ClassVar[int] = logging.WARNING
     text: ClassVar[str] = (
         "out of memory in {phase} of samples {start}:{stop}: micro-batch {size_before} → "
-        "{size_after}, replaying in mode {mode} ({committed} leaves had committed): {message}"
+        "{size_after}, {again}: {message}"
     )
     phase: str  # "load", "forward", "backward" or "commit"
     start: int  # first sample of the failed piece
@@ -75,6 +75,11 @@ class OutOfMemory(Event):
     # seconds of the work that was undone, by the host's clock (mode "step": since the call began);
     # None without sinks
     seconds_lost: float | None = None
+
+    def line(self) -> str:
+        """Return the event as one log line."""
+        again = "the batch starts over" if self.mode == "step" else "its samples run again"
+        return self.text.format_map({**vars(self), "again": again})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import permutations
 from typing import Any, Literal, TypedDict
 
@@ -242,6 +242,21 @@ GROUPS: dict[str, type[Any]] = {
 }
 
 
+def _checked_init(group: type[Any]) -> Callable[..., None]:
+    """Return the `__init__` of a group, which refuses names that are options of another one."""
+    made, own = group.__init__, [item.name for item in fields(group)]
+
+    @wraps(made)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in own:
+                meant = _meant(name, options, Options.__annotations__, own=group)
+                raise UsageError(f"{group.__name__} has no option {name!r}: {meant}")
+        made(self, *args, **options)
+
+    return checked
+
+
 def check_names(
     what: str,
     options: object,
@@ -270,8 +285,16 @@ def check_names(
             raise UsageError(f"{what} has no option {name!r}: {_meant(name, options, known)}")
 
 
-def _meant(name: object, options: Mapping[Any, Any], known: Sequence[str]) -> str:
-    """Return the way to give an option that is not known by this name."""
+def _meant(
+    name: object,
+    options: Mapping[Any, Any],
+    known: Collection[str],
+    own: type[Any] | None = None,
+) -> str:
+    """Return the way to give an option that is not known by this name.
+
+    It was given to the runtime, or to the group `own`.
+    """
     text = str(name)
     grouped = {item.name: (at, kind) for at, kind in GROUPS.items() for item in fields(kind)}
     if text in grouped:
@@ -279,14 +302,21 @@ def _meant(name: object, options: Mapping[Any, Any], known: Sequence[str]) -> st
         value = options[name]
         shown = repr(value) if isinstance(value, bool | int | float | str) else "…"
         return f"it belongs to {kind.__name__}: {at}={kind.__name__}({text}={shown})"
-    near = difflib.get_close_matches(text, [*known, *grouped], n=3)
+    if own is not None and text in known:
+        return f"it is an option of ElasticMBS itself: ElasticMBS(model, {text}=…)"
+    mine = [] if own is None else [item.name for item in fields(own)]
+    near = difflib.get_close_matches(text, mine or [*known, *grouped], n=3)
     ways = [
         f"{grouped[each][0]}={grouped[each][1].__name__}({each}=…)"
-        if each in grouped
+        if each in grouped and own is None
         else f"{each}=…"
         for each in near
     ]
-    return f"did you mean {' or '.join(ways)}?" if ways else f"there are {', '.join(known)}"
+    return f"did you mean {' or '.join(ways)}?" if ways else f"there are {', '.join(mine or known)}"
+
+
+for _group in GROUPS.values():
+    _group.__init__ = _checked_init(_group)
 
 
 @dataclass(frozen=True)

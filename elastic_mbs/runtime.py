@@ -118,6 +118,8 @@ class ElasticMBS(RuntimeFigures):
             ),
             reduction=settings.reduction,
             warn_once=self._resources.warn,
+            sequence_first=trained.sequence_first,
+            placeholders=trained.placeholders,
             alone=peers.alone,
         )
         work = (self._resources, self._knowledge, batches)
@@ -179,6 +181,12 @@ class ElasticMBS(RuntimeFigures):
             "own. Make another one; what this one has learned is in state_dict()"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse names that it does not have, with the method that was probably meant."""
+        meant = {"eval": "evaluate", "step": "optimizer_step", "forward": "backward"}.get(name)
+        hint = "" if meant is None else f": did you mean {meant}()?"
+        raise AttributeError(f"ElasticMBS has no attribute {name!r}{hint}", name=name, obj=self)
+
     # ------------------------------------------------------------------ the doors
 
     def backward(
@@ -215,12 +223,13 @@ class ElasticMBS(RuntimeFigures):
         """Accumulate the gradient of a loss that compares samples.
 
         Stands for `loss_fn(embed_fn(batch)).backward()`: contrastive losses, in-batch negatives,
-        CLIP. Every piece is embedded without a graph, the loss of all embeddings gives their
-        gradient, and every piece is embedded again, with a graph.
+        CLIP. A batch that fits is embedded once. Else every piece is embedded without a graph, the
+        loss of all embeddings gives their gradient, and every piece is embedded again, with a
+        graph.
 
         Args:
             embed_fn: gets a piece of the batch and returns its embeddings: a row per sample, as a
-                tensor or a tuple or dict of them. It runs at least twice for the same samples.
+                tensor or a tuple or dict of them. It can run more than once for the same samples.
             loss_fn: gets what `embed_fn` returned, for the whole batch, and returns the loss;
                 `count` and `reduction` mean nothing to it. Leaves that it reaches by itself (a
                 learned temperature) get their gradients, too. It must not change buffers.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import numbers
 import sys
 from collections import UserDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from elastic_mbs.batch.splitters import Splitter, type_name
+from elastic_mbs.batch.splitters import Splitter, splitter_of, type_name
 from elastic_mbs.errors import BatchError
 
 Path = tuple[Any, ...]
@@ -93,10 +94,13 @@ def cached_kind(cls: type) -> Kind:
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(cls, numpy.generic | numpy.ndarray):
         return (
-            Kind(Role.ARRAY, put=lambda obj, parts: obj.copy())
+            Kind(Role.ARRAY, put=lambda obj, parts: own_array(obj.copy()))
             if issubclass(cls, numpy.ndarray)
             else Kind(Role.SCALAR)
         )
+    known = splitter_of(cls)
+    if known is not None:
+        return Kind(Role.CUSTOM, splitter=known)
     if hasattr(cls, "__torch_function__") and not issubclass(cls, Tensor):
         # a tensor-like container (TensorDict) has a batch size of its own, which a rebuild would
         # keep
@@ -117,6 +121,50 @@ kind_of: Callable[[type], Kind] = cached_kind  # mypy takes the cached function 
 def roles_in(values: Iterable[Any]) -> set[Role]:
     # once per type, so that a list of many strings costs little
     return {kind_of(cls).role for cls in set(map(type, values))}
+
+
+def alike(values: Iterable[Any]) -> bool:
+    """Return whether values can be samples of one kind, by their types and the tensors' forms."""
+    return len({_form(value) for value in values if value is not None}) == 1
+
+
+def _form(value: Any) -> Any:
+    """Return what samples of one kind have in common."""
+    kind = kind_of(type(value))
+    if kind.role in (Role.TENSOR, Role.ARRAY):
+        return value.ndim, value.dtype
+    if type(value) in (list, tuple):
+        return type(value), frozenset(_form(part) for part in value if part is not None)
+    return numbers.Number if isinstance(value, numbers.Number) else type(value)
+
+
+def are_columns(values: Sequence[Any]) -> bool:
+    """Return whether lists in a list are the fields of all samples: what `zip(*samples)` makes.
+
+    Each has elements of one kind, and not all have elements of the same.
+    """
+    return (
+        {type(value) for value in values} <= {list, tuple}
+        and all(map(alike, values))
+        and not alike(values)
+    )
+
+
+def is_collated_text(value: Any) -> bool:
+    """Return whether a value is a tuple of texts, as `default_collate` makes of them."""
+    return (
+        type(value) is tuple
+        and bool(value)
+        and all(isinstance(part, str | bytes) for part in value)
+    )
+
+
+def has_rows(value: Any, roles: set[Role]) -> bool:
+    """Return whether a list holds tensors with rows; 0-d ones and numbers are items."""
+    return Role.TENSOR in roles and (
+        not roles <= {Role.TENSOR, Role.SCALAR}
+        or any(isinstance(part, Tensor) and part.ndim > 0 for part in value)
+    )
 
 
 def _take_user_dict(obj: Any) -> Parts:
@@ -222,8 +270,24 @@ def _not_rebuilt(obj: Any, why: object) -> BatchError:
 
 
 def to_register(cls: type) -> str:
-    """Return the call to paste for a type that is not known."""
-    return f"register_splitter({cls.__qualname__}, length=..., slice=...)"
+    """Return the call to paste for a type that is not known.
+
+    No import finds a class that was made at run time, as PyG's DataBatch is: its first base that
+    was written is named, which serves as well.
+    """
+    written = next((base for base in cls.__mro__[:-1] if not _is_made(base)), cls)
+    name = cls.__qualname__ if written is cls else type_name(written)
+    return f"register_splitter({name}, length=..., slice=...)"
+
+
+def _is_made(cls: type) -> bool:
+    """Return whether a class has nothing of its own, and no statement that it comes from."""
+    if not vars(cls).keys() <= _BARE:
+        return False
+    try:
+        return not inspect.getsource(cls)
+    except (OSError, TypeError):
+        return True
 
 
 _BUILTINS: dict[Any, Kind] = {
@@ -234,6 +298,11 @@ _BUILTINS: dict[Any, Kind] = {
         Role.LIST, lambda obj: dict(enumerate(obj)), lambda obj, parts: list(parts.values())
     ),
     dict: Kind(Role.FIELDS, dict, lambda obj, parts: dict(parts)),
+}
+# what a class statement without a body leaves in a class
+_BARE = {
+    *vars(type("_", (), {})),
+    *("__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
 }
 _SCALARS = (
     str,
@@ -310,6 +379,31 @@ def fresh(obj: Any) -> Any:
     """
     kind = kind_of(type(obj))
     return kind.put(obj, {key: fresh(part) for key, part in kind.take(obj).items()})
+
+
+def own_array(array: Any) -> Any:
+    """Return a numpy array that was just made, with new containers in it where it holds objects.
+
+    So an edit of one reaches no replay.
+    """
+    if array.dtype == object:
+        for place in sys.modules["numpy"].ndindex(array.shape):
+            array[place] = fresh(array[place])
+    return array
+
+
+def count_attributes(obj: Any, parts: Parts, samples: int) -> dict[str, bool]:
+    """Return the attributes of a dataclass that could hold its number of samples.
+
+    They are made from its fields (in `__post_init__`, say) and are none themselves. True for those
+    that have it now.
+    """
+    if not dataclasses.is_dataclass(obj):
+        return {}
+    others = getattr(obj, "__dict__", {}).items()
+    return {
+        name: value == samples for name, value in others if type(value) is int and name not in parts
+    }
 
 
 def row_attributes(obj: Any, parts: Parts) -> list[str]:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.batch.containers import Role, kind_of, lookup
+from elastic_mbs.batch.ragged.rows import Rows
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import CountError
@@ -286,7 +287,22 @@ class count_tokens:
                 "list with one entry per sample: give a function, as in "
                 "count_tokens(lambda batch: torch.stack(batch['labels'], 1))"
             )
+        rows = view.rows_of(labels)
+        if rows is not None:
+            return self._count_rows(labels, rows, dim or 0)
         return self._count(labels, dim or 0)
+
+    def _count_rows(self, labels: Any, rows: Rows, dim: int) -> list[int]:
+        """Return the counts of labels of which each sample has some rows.
+
+        With `shift` the first row of each sample is left out.
+        """
+        labels = torch.as_tensor(labels) if _is_array(labels) else labels
+        valid = (labels != self.ignore_index).movedim(dim, 0).flatten(1).sum(1).cpu()
+        if rows.order is not None:
+            valid = valid[rows.order]
+        each = [part[int(self.shift) :] for part in valid.split(rows.lengths)]
+        return [int(part.sum()) for part in each]
 
     def _count(self, labels: Any, dim: int = 0) -> Any:
         if isinstance(labels, list | tuple):

@@ -21,9 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Path, Role, dotted, kind_of, lookup, suffixes, tensors_in
+from elastic_mbs.batch.containers import (
+    Path,
+    Role,
+    dotted,
+    kind_of,
+    lookup,
+    own_array,
+    suffixes,
+    tensors_in,
+)
 from elastic_mbs.batch.layout import Cut, Node, where
-from elastic_mbs.batch.pieces import Costs
+from elastic_mbs.batch.pieces import PaddedCosts
 from elastic_mbs.errors import BatchError, UsageError
 
 Length = str | int | Callable[[Any], Any] | None
@@ -38,7 +47,7 @@ class Sorted:
 
     order: list[int]  # of the batch's samples
     lengths: list[int]  # in this order
-    costs: Costs
+    costs: PaddedCosts
     trims: dict[int, int]  # by the id of a node: the dimension along which it is trimmed
     # the order, on each device of the batch
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
@@ -56,7 +65,7 @@ class Sorted:
         if dim is not None and self.lengths[start] < value.shape[dim]:
             value = value[(*(slice(None),) * dim, slice(self.lengths[start]))]
         if end.cut is Cut.COPY:
-            return value.take(self.order[start:stop], end.dim)
+            return own_array(value.take(self.order[start:stop], end.dim))
         if value.device not in self._indices:
             self._indices[value.device] = torch.tensor(self.order, device=value.device)
         return value.index_select(end.dim, self._indices[value.device][start:stop])
@@ -100,10 +109,12 @@ class ByLength:
     def read(self, batch: Any, ends: Sequence[Node], samples: int) -> Sorted | None:
         """Return the batch in order of length; None where nothing is to be sorted or trimmed."""
         for end in ends:
-            if end.cut is Cut.CUSTOM:
+            if end.cut in (Cut.CUSTOM, Cut.RAGGED):
+                ragged = end.cut is Cut.RAGGED
                 raise BatchError(
-                    f"{where(end.path)} is cut into ranges, by register_splitter, and cannot be "
-                    "put in order of length: make it a list"
+                    f"{where(end.path)} is cut into ranges of "
+                    f"{'rows' if ragged else 'samples, by register_splitter'}, and cannot be put "
+                    f"in order of length: {'leave out pieces=' if ragged else 'make it a list'}"
                 )
         lengths, width = self._lengths(batch, ends, samples)
         longest, shortest = int(lengths.max()), int(lengths.min())
@@ -112,13 +123,29 @@ class ByLength:
         trims = {
             id(end): dim for end in ends if (dim := self._dim_of(end, lengths, width)) is not None
         }
+        if self._little_evidence(ends, trims, lengths):
+            return None
         if longest == shortest and all(
             end.value.shape[trims[id(end)]] == longest for end in ends if id(end) in trims
         ):
             return None
         ordered, order = torch.sort(lengths, descending=True, stable=True)
         each = ordered.tolist()
-        return Sorted(order.tolist(), each, Costs(_elements(ends, trims, each)), trims)
+        return Sorted(order.tolist(), each, PaddedCosts(_elements(ends, trims, each)), trims)
+
+    def _little_evidence(
+        self, ends: Sequence[Node], trims: Mapping[int, int], lengths: Tensor
+    ) -> bool:
+        """Return whether one position alone was found to be padding: all tensors have such a one.
+
+        There is nothing to gain either.
+        """
+        total = int(lengths.sum())
+        return any(
+            end.value.shape[trims[id(end)]] * len(lengths) - total == 1
+            for end in ends
+            if id(end) in trims and not any(name in self._trim for name in suffixes(end.path))
+        )
 
     def _lengths(self, batch: Any, ends: Sequence[Node], samples: int) -> tuple[Tensor, int | None]:
         """Return the samples' lengths, at least 1, on the host, and the width of a mask."""

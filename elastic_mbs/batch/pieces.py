@@ -6,9 +6,12 @@ pieces larger than needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Protocol
 
 
 def aligned(size: int, align: int) -> int:
@@ -77,26 +80,26 @@ def partition(
     return tuple(pieces)
 
 
-@dataclass(frozen=True, eq=False)
-class Costs:
-    """The elements of each sample of a batch whose samples differ in length, the longest first.
+class Costs(Protocol):
+    """The elements of a batch whose samples differ in size.
 
-    A piece costs its number of samples times the elements of its first sample, because its samples
-    are padded to that one. A size of m samples means the cost of m of the longest samples: later
-    pieces hold more samples for the same cost. The first piece is the most expensive; failures are
-    recorded in units of the longest sample.
+    A size of m samples means the cost of m of the largest samples: a piece of smaller ones holds
+    more for the same cost.
     """
 
-    each: Sequence[int]
+    @property
+    def unit(self) -> int:
+        """The elements of the largest sample."""
 
-    @cached_property
+    @property
     def samples(self) -> int:
-        """The cost of the batch without padding, in units of its longest sample, rounded up."""
-        return -(-sum(self.each) // self.each[0])
+        """The cost of the batch, in units of its largest sample, rounded up."""
 
     def worth(self, start: int, stop: int) -> int:
-        """Return the cost of a piece, in units of the longest sample, rounded up."""
-        return -(-(stop - start) * self.each[start] // self.each[0])
+        """Return the cost of a piece, in units of the largest sample, rounded up."""
+
+    def example(self, size: int) -> tuple[int, int, float]:
+        """Return the start and stop of a piece that costs about `size`, and what it costs."""
 
     def partition(
         self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int
@@ -105,16 +108,103 @@ class Costs:
 
         `align` and `minimum`, in samples, win over both.
         """
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedCosts:
+    """The elements of each sample of a batch whose samples differ in length, the longest first.
+
+    A piece costs its number of samples times the elements of its first sample, because its samples
+    are padded to that one. The first piece is the most expensive; failures are recorded in units
+    of the longest sample.
+    """
+
+    each: Sequence[int]
+
+    @property
+    def unit(self) -> int:
+        return self.each[0]
+
+    @cached_property
+    def samples(self) -> int:
+        """The cost of the batch without padding, in units of its longest sample, rounded up."""
+        return -(-sum(self.each) // self.unit)
+
+    def worth(self, start: int, stop: int) -> int:
+        return -(-(stop - start) * self.each[start] // self.unit)
+
+    def example(self, size: int) -> tuple[int, int, float]:
+        return 0, size, size
+
+    def partition(
+        self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int
+    ) -> tuple[tuple[int, int], ...]:
         # The controller takes the longest piece to have this cost. No piece costs more, and the
         # first one costs exactly this, so that its peak is recorded for the right size.
-        limit = longest(self.samples, size, minimum=minimum, align=align) * self.each[0]
-        least = -(-minimum // align) * align
-        pieces = []
-        while start < stop:
-            length = max(least, aligned(min(limit // self.each[start], most), align))
-            if stop - start < length + minimum:  # the rest would be too short for a piece
-                longer = stop - start >= max(length + 1, least + minimum)
-                length = aligned(stop - start - minimum, align) if longer else stop - start
-            pieces.append((start, start + length))
-            start += length
-        return tuple(pieces)
+        limit = longest(self.samples, size, minimum=minimum, align=align) * self.unit
+        return _pieces(
+            start, stop, lambda at: min(limit // self.each[at], most), minimum=minimum, align=align
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RowCosts:
+    """The elements of each sample of a batch whose samples bring rows in unequal numbers.
+
+    Nothing is padded: a piece costs the sum of its samples.
+    """
+
+    each: Sequence[int]
+
+    @cached_property
+    def unit(self) -> int:
+        return max(self.each)
+
+    @cached_property
+    def _before(self) -> Sequence[int]:
+        return [0, *accumulate(self.each)]
+
+    @property
+    def samples(self) -> int:
+        return self.worth(0, len(self.each))
+
+    def worth(self, start: int, stop: int) -> int:
+        return -(-(self._before[stop] - self._before[start]) // self.unit)
+
+    def example(self, size: int) -> tuple[int, int, float]:
+        """Return the largest sample, with as many as fit after it, and then before it."""
+        before, limit = self._before, size * self.unit
+        start = self.each.index(self.unit)
+        stop = bisect_right(before, before[start] + limit) - 1
+        start = bisect_left(before, before[stop] - limit)
+        return start, stop, (before[stop] - before[start]) / self.unit
+
+    def partition(
+        self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int
+    ) -> tuple[tuple[int, int], ...]:
+        limit = longest(self.samples, size, minimum=minimum, align=align) * self.unit
+        before = self._before
+
+        def fitting(at: int) -> int:
+            return min(bisect_right(before, before[at] + limit) - 1 - at, most)
+
+        return _pieces(start, stop, fitting, minimum=minimum, align=align)
+
+
+def _pieces(
+    start: int, stop: int, fitting: Callable[[int], int], *, minimum: int, align: int
+) -> tuple[tuple[int, int], ...]:
+    """Cut `[start, stop)` into pieces of `fitting(start of the piece)` samples.
+
+    `align` and `minimum` win.
+    """
+    least = -(-minimum // align) * align
+    pieces = []
+    while start < stop:
+        length = max(least, aligned(fitting(start), align))
+        if stop - start < length + minimum:  # the rest would be too short for a piece
+            longer = stop - start >= max(length + 1, least + minimum)
+            length = aligned(stop - start - minimum, align) if longer else stop - start
+        pieces.append((start, start + length))
+        start += length
+    return tuple(pieces)

@@ -10,6 +10,7 @@ from torch import Tensor
 from elastic_mbs.batch.counts import CountFn, Counts, looks_like_token_labels
 from elastic_mbs.batch.cut import Dims
 from elastic_mbs.batch.lengths import ByLength
+from elastic_mbs.batch.ragged.relations import Placeholders
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError, UsageError
 
@@ -30,6 +31,8 @@ class BatchReader:
         *,
         reduction: str,
         warn_once: Callable[[str, str], None],
+        sequence_first: Callable[[], str | None],
+        placeholders: Placeholders = dict,
         alone: bool = True,
     ) -> None:
         if not (count is None or callable(count) or isinstance(count, Mapping)):
@@ -38,13 +41,22 @@ class BatchReader:
                 "count_tokens(...), or a dict of those"
             )
         self._dims, self._count, self._by_length = dims, count, by_length
+        self._placeholders = placeholders  # tokens that stand for pictures, as the model says
         self._reduction = reduction
         # the loss is right without counts
         self._counted = reduction == "sum" or count is not None
         self._warn_once = warn_once  # takes the kind of a warning and its text
         self._alone = alone  # False: other ranks have a part of each batch, and its loss terms
+        # names a module that has the samples on dim 1
+        self._sequence_first = sequence_first
         self._known_lists: dict[str, Any] = {}  # by the name of the loss function, see `BatchView`
         self._looked_at: set[str] = set()
+
+    def plain_view(
+        self, batch: Any, known_lists: Any = None, by_length: ByLength | None = None
+    ) -> BatchView:
+        """Return a batch as samples, without a look at it."""
+        return BatchView(batch, self._dims, known_lists, by_length, self._placeholders)
 
     def view(
         self,
@@ -56,11 +68,25 @@ class BatchReader:
         kwargs: Mapping[str, Any],
     ) -> BatchView:
         """Return the batch as samples, after a look at the first one of each loss function."""
-        view = BatchView(batch, self._dims, self._known_lists.get(name), self._by_length)
+        try:
+            view = self.plain_view(batch, self._known_lists.get(name), self._by_length)
+        except BatchError as error:
+            module = None if self._dims else self._sequence_first()
+            if module is not None:
+                error.add_note(
+                    f"{module} takes sequences of shape (S, N, …): a part that has its samples on "
+                    "dim 1 is named in dims=, with 1"
+                )
+            raise
         self._known_lists[name] = view.known_lists
         if name not in self._looked_at:
             for kind, sentence in first_look(
-                view, training=training, counted=self._counted, arguments=args, named=kwargs
+                view,
+                training=training,
+                counted=self._counted,
+                arguments=args,
+                named=kwargs,
+                sequence_first=None if self._dims else self._sequence_first(),
             ):
                 self._warn_once(kind, sentence)
             self._looked_at.add(name)
@@ -89,19 +115,16 @@ class BatchReader:
 
     def plain(self, batch: Any) -> tuple[BatchView, Counts]:
         """Return the batch as samples in its own order, with its counts, without a look at it."""
-        view = BatchView(batch, self._dims)
+        view = self.plain_view(batch)
         return view, Counts.read(self._count, view, self._reduction)
 
     def some(self, view: BatchView, start: int, samples: int) -> tuple[BatchView, Counts]:
         """Return some samples of a batch as one of their own, with their counts."""
-        few = BatchView(
-            view.piece(start, min(start + max(1, samples), view.length)),
-            self._dims,
-            view.known_lists,
-            self._by_length,
-        )
+        known = view.known_lists
+        piece = view.piece(start, min(start + max(1, samples), view.length))
+        few = self.plain_view(piece, known, self._by_length)
         if few.sorted is not None:  # a batch that lies in its order, which a report can read
-            few = BatchView(few.piece(0, few.length), self._dims, view.known_lists, self._by_length)
+            few = self.plain_view(few.piece(0, few.length), known, self._by_length)
         return few, Counts.read(self._count, few, self._reduction)
 
     def whole(self, batch: Any, *, counted: bool) -> Counts | None:
@@ -110,7 +133,7 @@ class BatchReader:
         Without `counted` they are its samples.
         """
         try:
-            view = BatchView(batch, self._dims)
+            view = self.plain_view(batch)
         except BatchError:
             return None
         return Counts.read(self._count if counted else None, view, self._reduction)
@@ -128,6 +151,7 @@ def first_look(
     counted: bool,
     arguments: Iterable[Any] = (),
     named: Mapping[str, Any] | None = None,
+    sequence_first: str | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield (topic, sentence) of each warning about a batch.
 
@@ -139,6 +163,7 @@ def first_look(
         counted: the loss is right without counts.
         arguments: positional arguments of the loss function after the batch.
         named: its keyword arguments.
+        sequence_first: a module that takes (S, N, …), where `dims` says nothing.
     """
     label = looks_like_token_labels(view) if training and not counted else None
     if label is not None:
@@ -150,6 +175,8 @@ def first_look(
             "that shifts its labels itself, "
             "and verify(loss_fn, batch) to check",
         )
+    if sequence_first is not None:
+        yield from _along_time(view, sequence_first)
     others = {
         f"argument {place} after the batch": value for place, value in enumerate(arguments, 1)
     }
@@ -164,3 +191,26 @@ def first_look(
                 "What belongs to the samples goes into the batch, as in backward(loss_fn, (x, y))",
             )
             return
+
+
+def _along_time(view: BatchView, module: str) -> Iterator[tuple[str, str]]:
+    """Yield the warning about a batch that can be (S, N, …); none where it says that it is not.
+
+    Parts that are all (S, N) or (S, N, D) agree on N, too. One value per sample says N, unless it
+    is S by chance.
+    """
+    tensors = [(name, tensor) for name, tensor in view.named_tensors() if tensor.ndim]
+    wide = [(name, tuple(tensor.shape)) for name, tensor in tensors if tensor.ndim in (2, 3)]
+    second = {shape[1] for _, shape in wide}
+    flat = any(tensor.ndim == 1 for _, tensor in tensors)
+    if len(second) != 1 or view.length == 1 or (flat and second != {view.length}):
+        return
+    name, shape = wide[0]
+    yield (
+        "sequence_first",
+        f"{module} takes sequences of shape (S, N, …), with batch_first=False, and "
+        f"{repr(name) if name else 'the batch'}, of shape {shape}, is cut along dim 0, into "
+        f"{view.length} samples. "
+        f"If the samples lie on dim 1: dims={dict.fromkeys(dict(wide), 1)}. "
+        f"If dim 0 is right: dims={{{name!r}: 0}}",
+    )

@@ -1,9 +1,14 @@
-"""Types that the user registers: how each is measured, cut and moved."""
+"""Types that are measured, cut and moved by functions: the user's, and those of other packages.
+
+Batches of graphs of PyTorch Geometric and TensorDicts are known by what they can do: neither
+package is imported.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +25,21 @@ def type_name(cls: type) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """The functions of a registered type, with their results checked."""
+    """The functions of a registered type, with their results checked.
+
+    Attributes:
+        keeps_type: whether a piece of a value of some type is of that type, as far as it was seen.
+    """
 
     cls: type
     length_of: Callable[[Any], int]
     slice_of: Callable[[Any, int, int], Any]
     tensors_of: Callable[[Any], Iterable[Tensor]] | None
     move: Callable[[Any, Callable[[Tensor], Tensor]], Any] | None
+    # the rows that each sample brings (its nodes), by which its memory is modelled; None: all bring
+    # the same
+    rows_of: Callable[[Any], list[int] | None] = lambda value: None
+    keeps_type: dict[type, bool] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.cls, type):
@@ -75,6 +88,18 @@ class Splitter:
         return size
 
     def cut(self, value: Any, start: int, stop: int) -> Any:
+        """Return a piece; the value itself where that is all of it and pieces are of its type."""
+        if start == 0 and stop > 1 and stop == self.length(value) and self._keeps_type(value):
+            return value
+        return self._cut(value, start, stop)
+
+    def _keeps_type(self, value: Any) -> bool:
+        kind = type(value)
+        if kind not in self.keeps_type:  # a look at one sample, once
+            self.keeps_type[kind] = type(self._cut(value, 0, 1)) is kind
+        return self.keeps_type[kind]
+
+    def _cut(self, value: Any, start: int, stop: int) -> Any:
         piece = self.slice_of(value, start, stop)
         # A piece of another type (a plain tensor, say) is none that the length function knows.
         if piece is None or (isinstance(piece, self.cls) and self.length(piece) != stop - start):
@@ -102,3 +127,61 @@ class Splitter:
         if moved is None:
             raise self._error("move", "returned None: it must return the rebuilt object")
         return moved
+
+
+def splitter_of(cls: type) -> Splitter | None:
+    """Return the splitter of a type of another package; None for one that is not known."""
+    if all(hasattr(cls, name) for name in ("index_select", "from_data_list", "num_graphs")):
+        return Splitter(
+            cls,
+            lambda batch: int(batch.num_graphs),
+            _some_graphs,
+            lambda batch: _tensors_in(batch.to_dict()),
+            lambda batch, fn: copy.copy(batch).apply(fn),
+            rows_of=_nodes,
+        )
+    if all(hasattr(cls, name) for name in ("batch_size", "batch_dims", "auto_batch_size_")):
+        return Splitter(
+            cls,
+            _length_of_tensordict,
+            lambda batch, start, stop: batch[start:stop],
+            lambda batch: _tensors_in(batch.to_dict()),
+            _moved_tensordict,
+        )
+    return None
+
+
+def _some_graphs(batch: Any, start: int, stop: int) -> Any:
+    """Return some graphs of a `torch_geometric.data.Batch`."""
+    names = set(batch.to_dict())
+    # keys that DataLoader(follow_batch=…) has asked for
+    follow = [name[:-4] for name in sorted(names) if name.endswith("_ptr")]
+    follow = [name for name in follow if f"{name}_batch" in names]
+    graphs = batch.index_select(range(start, stop))
+    return type(batch).from_data_list(graphs, follow_batch=follow)
+
+
+def _nodes(batch: Any) -> list[int] | None:
+    starts = getattr(batch, "ptr", None)
+    return None if starts is None else starts.diff().tolist()
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, dict):
+        return [tensor for part in value.values() for tensor in _tensors_in(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _length_of_tensordict(batch: Any) -> int:
+    if not batch.batch_dims:
+        raise BatchError(
+            f"a {type_name(type(batch))} has the batch size {tuple(batch.batch_size)}: give it the "
+            "number of samples, as in batch.auto_batch_size_(1)"
+        )
+    return int(batch.batch_size[0])
+
+
+def _moved_tensordict(batch: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    moved = batch.apply(fn)
+    devices = {tensor.device for tensor in _tensors_in(moved.to_dict())}
+    return moved.to(devices.pop()) if len(devices) == 1 and batch.device is not None else moved

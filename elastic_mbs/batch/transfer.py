@@ -76,7 +76,7 @@ class Loader:
         ahead = self._taken_for(piece)
         data = self._view.piece(piece.start, piece.stop) if ahead is None else ahead.data
         if cloned:
-            data = map_tensors(data, torch.Tensor.clone)
+            data = map_tensors(data, self._copied)
         if self._device is None:
             return data
         data = to_device(data, self._device, None if ahead is None else ahead.copies)
@@ -88,6 +88,11 @@ class Loader:
         ):
             self.stop()
         return data
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor that the step may edit, unless its way to the device is one."""
+        moves = self._device is not None and tensor.device != self._device
+        return tensor if moves or _is_expanded(tensor) else tensor.clone()
 
     def stop(self) -> None:
         """Drop the copies made ahead, and make no more: memory is short."""
@@ -154,6 +159,11 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.requires_grad
     )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether entries share memory, so that nothing can be written in place."""
+    return tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride()
 
 
 def to_device(

@@ -7,17 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import compress
+from itertools import accumulate, compress
+from math import ceil
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import Path, dotted, kind_of, map_tensors, tensors_in
+from elastic_mbs.batch.agreement.agree import Agreement
+from elastic_mbs.batch.agreement.questions import is_certain
+from elastic_mbs.batch.containers import (
+    Path,
+    Role,
+    count_attributes,
+    dotted,
+    kind_of,
+    map_tensors,
+    tensors_in,
+    to_register,
+)
 from elastic_mbs.batch.cut import Dims, ListLayout
-from elastic_mbs.batch.layout import MANY, Cut, Layout, Node
+from elastic_mbs.batch.layout import MANY, Cut, Layout, Node, quoted, where
 from elastic_mbs.batch.lengths import ByLength
+from elastic_mbs.batch.pieces import Costs, RowCosts
+from elastic_mbs.batch.ragged.keys import tells
+from elastic_mbs.batch.ragged.relations import Member, Placeholders
+from elastic_mbs.batch.ragged.rows import Rows
+from elastic_mbs.batch.ragged.settle import Belongs
+from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
 __all__ = ["BatchView", "map_tensors"]
@@ -39,17 +57,20 @@ class BatchView:
         self,
         batch: Any,
         dims: Dims | None = None,
-        known_lists: Mapping[Path, ListLayout] | None = None,
+        known_lists: Mapping[Path, ListLayout | Belongs] | None = None,
         by_length: ByLength | None = None,
+        placeholders: Placeholders = dict,
     ) -> None:
-        self.batch, self._dims = batch, dims
+        self.batch, self._dims, self._placeholders = batch, dims, placeholders
         # Kept for the next batch of the kind: a list that only its length decides is read as here,
         # so a short last batch cannot change its reading by chance.
-        self.known_lists: Mapping[Path, ListLayout] = known_lists or {}
+        self.known_lists: Mapping[Path, ListLayout | Belongs] = known_lists or {}
         self._rows = None if dims else rows_of(batch)  # None: the batch has to be read as a tree
         if self._rows is not None:
             self.tensors = list(self._rows.values())
             self.length, elements = self.tensors[0].shape[0], sum(map(_NUMEL, self.tensors))
+            if known_lists is None and self.length > 1:  # once for each loss function
+                self.known_lists = _shown(batch, self._rows)
         else:
             # also those that pass whole and those inside per-sample items
             self.tensors, elements = [], 0
@@ -57,10 +78,8 @@ class BatchView:
             for end in self._tree[1]:
                 tensors = tensors_in(end.value)
                 self.tensors += tensors
-                if end.cut is Cut.COPY:
-                    elements += end.value.size
-                elif end.cut is not Cut.WHOLE:
-                    elements += sum(map(_NUMEL, tensors))
+                if end.cut is not Cut.WHOLE:
+                    elements += _elements(end, tensors)
         # of the values that are cut, per sample, rounded up: memory is modelled in elements
         self.elements = max(1, -(-elements // self.length))
         self.worth = self.length  # of the batch, in samples of `elements` each
@@ -68,18 +87,20 @@ class BatchView:
         self.sorted = (
             None if by_length is None else by_length.read(batch, self._tree[1], self.length)
         )
-        self.costs = None if self.sorted is None else self.sorted.costs
+        self.costs: Costs | None = None if self.sorted is None else self.sorted.costs
+        if self._rows is None and self.sorted is None:
+            self.costs = _row_costs(self._tree[1], elements, self.length)
         if self.costs is not None:
-            self.elements, self.worth = self.costs.each[0], self.costs.samples
+            self.elements, self.worth = self.costs.unit, self.costs.samples
 
     @cached_property
     def _tree(self) -> tuple[Node, Sequence[Node], int]:
         """Nodes of the batch: the root, the nodes without parts; and the number of samples."""
-        layout = Layout(_checked(self._dims) if self._dims else {}, dict(self.known_lists))
-        root = layout.read(self.batch)
-        length = layout.finish(root)
-        self.known_lists = layout.known
-        return root, layout.ends, length
+        dims = _checked(self._dims) if self._dims else {}
+        read = Agreement(self.batch, dims, self.known_lists, self._placeholders)
+        _check_counts(read.root, read.samples, read.layout)
+        self.known_lists = read.known
+        return read.root, read.ends, read.samples
 
     def piece(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop`: views in new containers.
@@ -92,6 +113,10 @@ class BatchView:
             return self._tree[0].piece(start, stop)
         parts = {key: tensor[start:stop] for key, tensor in self._rows.items()}
         return kind_of(type(self.batch)).put(self.batch, parts)
+
+    def example(self, size: int) -> tuple[int, int, float]:
+        """Return the start and stop of a piece of about `size`, and its size to a fraction."""
+        return (0, size, size) if self.costs is None else self.costs.example(size)
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Return (dotted path, tensor) of each tensor that is a field of the batch.
@@ -107,13 +132,22 @@ class BatchView:
 
         0 for a value that is no part of the batch, None for a container of fields.
         """
+        node = self._node_of(value)
+        return 0 if node is None else None if node.cut is Cut.FIELDS else node.dim
+
+    def rows_of(self, value: Any) -> Rows | None:
+        """Return the rows that each sample brings to a field; None where it has one each."""
+        node = self._node_of(value)
+        return None if node is None or node.ragged is None else node.ragged.rows
+
+    def _node_of(self, value: Any) -> Node | None:
         todo = [self._tree[0]]
         while todo:
             node = todo.pop()
             if node.value is value and node.cut is not Cut.WHOLE:
-                return None if node.cut is Cut.FIELDS else node.dim
+                return node
             todo.extend(node.children.values())
-        return 0
+        return None
 
     def versions(self) -> tuple[int, ...]:
         """Return the tensors' version counters, by which an edit in place is noticed."""
@@ -123,6 +157,13 @@ class BatchView:
             return tuple(
                 [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
             )
+
+    @property
+    def has_whole(self) -> bool:
+        """True if every piece gets some tensor of the batch whole."""
+        return self._rows is None and any(
+            end.cut is Cut.WHOLE and tensors_in(end.value) for end in self._tree[1]
+        )
 
     def whole_edited(self, since: tuple[int, ...]) -> bool:
         """Return whether a tensor that every piece gets whole was edited since `versions`."""
@@ -138,6 +179,63 @@ class BatchView:
         return any(id(tensor) in whole for tensor in compress(self.tensors, moved))
 
 
+def _check_counts(root: Node, samples: int, layout: Layout) -> None:
+    """Refuse numbers of samples that every piece would get whole, unless `dims` allows it."""
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        todo.extend([child for child in node.children.values() if child.children])
+        if node.cut is not Cut.FIELDS or type(node.value) in _FLAT:
+            continue
+        for name, equal in count_attributes(node.value, node.children, samples).items():
+            path = (*node.path, name)
+            if not equal:
+                layout.known[path] = Belongs.WHOLE
+            elif samples > 1 and path not in layout.known and layout.given(path) is not None:
+                raise BatchError(
+                    f"{where(path)} of {type_name(type(node.value))} is {samples}, the number of "
+                    "samples, and every piece would get it\n"
+                    f"  if it is no number of samples: dims=cut.whole({quoted(path)})\n"
+                    f"  if it is: take len(...) of a part in its place, or "
+                    f"{to_register(type(node.value))}"
+                )
+
+
+def _elements(end: Node, tensors: Sequence[Tensor]) -> int:
+    return int(end.value.size) if end.kind.role is Role.ARRAY else sum(map(_NUMEL, tensors))
+
+
+def _rows_in(end: Node) -> Rows | None:
+    if end.ragged is not None:
+        return end.ragged.rows
+    lengths = None if end.kind.splitter is None else end.kind.splitter.rows_of(end.value)
+    return None if lengths is None else Rows([0, *accumulate(lengths)])
+
+
+def _row_costs(ends: Sequence[Node], elements: int, samples: int) -> Costs | None:
+    """Return the elements of samples that bring rows in unequal numbers; None where none do.
+
+    Args:
+        ends: the values of the batch.
+        elements: of the whole batch.
+        samples: of the batch.
+    """
+    by_row: dict[int, float] = {}  # elements of a row in all fields, by the id of the rows
+    found: dict[int, Rows] = {}
+    for end in ends:
+        rows = _rows_in(end)
+        if rows is None or not rows.total:
+            continue
+        own = _elements(end, tensors_in(end.value))
+        found[id(rows)] = rows
+        by_row[id(rows)] = by_row.get(id(rows), 0.0) + own / rows.total
+        elements -= own
+    each = [elements / samples] * samples
+    for key, rows in found.items():
+        each = [other + by_row[key] * own for other, own in zip(each, rows.lengths, strict=True)]
+    return RowCosts([max(1, ceil(one)) for one in each]) if len(set(each)) > 1 else None
+
+
 def _checked(dims: Any) -> dict[str, Any]:
     """Return `dims` with every key as text."""
     if not isinstance(dims, Mapping):
@@ -150,10 +248,12 @@ def _checked(dims: Any) -> dict[str, Any]:
             raise BatchError(
                 f"dims has the key {key!r}: a key is a name, a dotted path or an index"
             )
-        if isinstance(value, bool) or not (value is None or isinstance(value, int | ListLayout)):
+        if isinstance(value, bool) or not (
+            value is None or isinstance(value, int | ListLayout | Member)
+        ):
             raise BatchError(
                 f"dims says {value!r} of {key!r}: say a dimension (an int), "
-                f"cut.whole({key!r}), cut.items({key!r}) or cut.fields({key!r})"
+                f"cut.whole({key!r}), cut.items({key!r}), cut.fields({key!r}) or cut.ragged(...)"
             )
     return {str(key): value for key, value in dims.items()}
 
@@ -167,13 +267,31 @@ def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
         return None
     parts = kind_of(type(batch)).take(batch)
     tensors = parts.values()
-    if set(map(type, tensors)) != _PLAIN or set(map(_LAYOUT, tensors)) != _DENSE:
+    if tells(parts) or set(map(type, tensors)) != _PLAIN or set(map(_LAYOUT, tensors)) != _DENSE:
         return None
     try:
-        lengths = {shape[0] if shape else 0 for shape in map(_SHAPE, tensors)}
+        shapes = list(map(_SHAPE, tensors))
     except RuntimeError:  # nested tensors have none
         return None
-    return parts if len(lengths) == 1 and 0 not in lengths else None
+    lengths = {shape[0] if shape else 0 for shape in shapes}
+    if len(lengths) > 1 or 0 in lengths:
+        return None
+    (length,) = lengths
+    # can be read in another way, see `agreement.questions`
+    if type(batch) is list and len(batch) == length:
+        return None
+    for shape in shapes:
+        if len(shape) > 2 and shape[1] == length:
+            return None
+    return parts
+
+
+def _shown(batch: Any, rows: Mapping[Any, Tensor]) -> Mapping[Path, ListLayout | Belongs]:
+    """Return what a batch whose reading is certain shows for later ones."""
+    shown: dict[Path, ListLayout | Belongs] = {
+        (key,): Belongs.SAMPLES for key, part in rows.items() if is_certain(part, len(part))
+    }
+    return shown | {(): ListLayout.FIELDS} if type(batch) is list else shown
 
 
 def check_graphs(view: BatchView) -> None:

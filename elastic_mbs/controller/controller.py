@@ -24,6 +24,9 @@ failure shows as much memory as before, the size comes back at once, but only on
 
 A failed growth that cost more time than it had saved starts a cooldown of `cooldown` times the
 difference. Until it ends, sizes are chosen as if there were no more memory than at the failure.
+Where the size before the growth fails in the same call, too, a co-tenant has come: that is no fault
+of the growth, and full size is back with the memory. Only where it happens again within the time of
+a cooldown, one starts.
 
 With `grow=False` only the lower arrow is left: failures and thrashing lower the size, and nothing
 raises it.
@@ -63,7 +66,7 @@ __all__ = [
     "shape_class",
 ]
 
-VERSION = 2  # of a saved state
+VERSION = 3  # of a saved state
 
 
 class Controller:
@@ -110,7 +113,9 @@ class Controller:
             size = samples + self._limits.align - 1
         if self._start is not None:
             size = min(size, self._start)
-        self._resize(track, self._limits.clamp(size))
+        size = self._limits.clamp(size)
+        track.believe(min(size, samples) * elements)
+        self._resize(track, size)
 
     # ------------------------------------------------------------------ one call
 
@@ -179,20 +184,26 @@ class Controller:
             The size, or None where the piece cannot be cut further.
         """
         track, call = self._running(key)
+        elements = attempted * call.elements
         fitting = None
         if capacity is not None and not call.ooms:
             budget = self._margin.budget(track, capacity)
             fitting = size_after_failure(track, call, attempted, self._limits, budget)
         self._margin.follow(capacity)
         after = min(track.size, self._limits.clamp(fitting or attempted // 2))
-        failed_trial, failed = self._record_failure(track, attempted * call.elements, capacity)
-        if failed_trial is not None and fitting is not None and after < failed_trial.before:
-            failed_trial = None  # the size that it grew from would have failed, too
+        trial, ceiling = self._record_failure(track, elements, capacity)
+        if not call.ooms:
+            call.failed, call.failed_trial = ceiling, trial
+        trial = call.failed_trial
+        if trial is not None and (
+            elements <= trial.elements  # the size that it grew from fails, too, or would have
+            or (fitting is not None and after < trial.before)
+            or (ceiling.had_enough and not trial.again)
+        ):
+            call.failed_trial, call.excused = None, trial
+            track.growth_was_no_cause(trial, call.began, self._policy.changed)
         self._resize(track, after)
         call.ooms += 1
-        if call.ooms == 1:
-            call.failed_trial = failed_trial
-            call.failed = failed
         return after if self._limits.pieces(attempted, after) > 1 else None
 
     def end(self, key: Key, outcome: CallOutcome, capacity: Capacity | None) -> Move | None:
@@ -210,16 +221,17 @@ class Controller:
             return self._end_thrashing(track, call, capacity)
         return self._end_clean(track, call, capacity)
 
-    def abandon(self, key: Key) -> None:
+    def abandon(self, key: Key, waited: float = 0.0) -> None:
         """Close a call that ended by an exception.
 
-        Its failures stay known; its measurements do not count.
+        Its failures stay known; its measurements do not count. The seconds that it has waited for
+        others' memory are not lost to its failures.
         """
         track = self._tracks.get(key)
         if track is not None and track.call is not None:
             call, track.call = track.call, None
             if call.ooms:
-                self._end_failed(track, call, self._clock() - call.began)
+                self._end_failed(track, call, self._clock() - call.began - waited)
 
     def timed(self, key: Key, outcome: CallOutcome) -> None:
         """Take the time of an earlier call, once it is known.
@@ -364,33 +376,32 @@ class Controller:
         """
         trial, track.trial = track.trial, None
         failed = trial if trial is not None and elements > trial.elements else None
-        limit = elements - 1
-        if failed is not None and failed.calls:
-            limit = failed.elements
-            track.proven = None
-        proven = None
-        if track.proven is not None and track.proven[0] >= elements:
-            proven = track.proven[1]
-        ceiling = Ceiling(elements, limit, self._clock(), proven)
+        ceiling = Ceiling(elements, elements - 1, self._clock(), track.proven.needed(elements))
         if capacity is not None:
-            ceiling.explain(capacity, self._policy.changed)
+            ceiling.explain(capacity.bytes, self._policy.changed)
         track.add_ceiling(ceiling)
         return failed, ceiling
 
     def _record_loss(
-        self, track: Track, lost: float, since: float, trial: Trial | None, elements: int
+        self, track: Track, lost: float, since: float, trial: Trial | None, first: Ceiling
     ) -> None:
         """Record the seconds that the failures since a time have cost.
 
-        Where they ended a growth to this many elements (`trial`), a cooldown makes up for the
-        seconds that the growth had not saved before.
+        Where the first one ended a growth (`trial`), a cooldown makes up for the seconds that the
+        growth had not saved before.
         """
         for ceiling in track.ceilings:
             if ceiling.at >= since:
                 ceiling.lost = lost
         if trial is None:
             return
-        net = lost - track.time.saved(trial.run, trial.elements, elements)
+        if trial.calls:
+            track.growth_failed(trial, first, self._policy.changed)
+        self._cool_down(track, lost, trial, first)
+
+    def _cool_down(self, track: Track, lost: float, trial: Trial, first: Ceiling) -> None:
+        """Start a cooldown for the seconds that a growth has cost and not saved before."""
+        net = lost - track.time.saved(trial.run, trial.elements, first.elements)
         if net > 0:
             track.cooldown_until = max(track.cooldown_until, self._cooldown_end(net))
 
@@ -411,7 +422,11 @@ class Controller:
         trial = call.failed_trial
         first = call.failed
         assert first is not None
-        self._record_loss(track, lost, call.began, trial, first.elements)
+        self._record_loss(track, lost, call.began, trial, first)
+        if call.excused is not None and self._clock() < track.no_excuse_until:
+            self._cool_down(track, lost, call.excused, first)
+        elif call.excused is not None:
+            track.no_excuse_until = self._cooldown_end(lost)
         if call.ooms > 1 or not self._policy.grow:  # several: memory has changed
             return None
         if trial is not None and trial.calls:
@@ -420,7 +435,9 @@ class Controller:
             return None
         track.drop_ceiling(first)
         length = self._limits.longest(call.samples, track.size)
-        track.trial = Trial(track.size, length * call.elements, self._policy.patience)
+        track.trial = Trial(
+            track.size, length * call.elements, self._policy.patience, first.seen, again=True
+        )
         return self._move(track, call.before, "grow")
 
     def _end_thrashing(
@@ -436,9 +453,9 @@ class Controller:
         if self._limits.pieces(call.length, after) == 1:
             return None
         elements = call.length * call.elements
-        trial, _ = self._record_failure(track, elements, capacity)
+        trial, ceiling = self._record_failure(track, elements, capacity)
         lost = self._policy.thrash_calls * (self._clock() - call.began)
-        self._record_loss(track, lost, call.began, trial, elements)
+        self._record_loss(track, lost, call.began, trial, ceiling)
         if trial is not None and trial.calls:
             after = trial.before
         return self._move(track, after, "thrash")
@@ -470,5 +487,5 @@ class Controller:
         after = next_size(track, self._limits, self._policy, capacity, budget)
         if after is None:
             return None
-        track.trial = Trial(track.size, present, self._policy.patience)
+        track.trial = Trial(track.size, present, self._policy.patience, capacity.bytes)
         return self._move(track, after, "grow")

@@ -184,7 +184,7 @@ class MemoryFit(MemoryModel):
         for x, peaks, seen in state:
             if not peaks:
                 raise ValueError(f"no peak at {x!r} elements")
-            knot = _Knot([checked(peak, int) for peak in peaks], checked(seen, int))
+            knot = _Knot([checked(peak, int) for peak in peaks], checked(seen, int, 0, 2**53))
             fit._knots[checked(x, int, 1)] = knot
             fit._seen = max(fit._seen, seen)
         return fit
@@ -242,6 +242,8 @@ class TimeFit:
         x1 = sum(w * x * t for x, t, w in points)
         c1 = sum(w * t for _, t, w in points)
         determinant = xx * cc - xc * xc
+        if not 0 < determinant < math.inf:  # sizes beyond what numbers can tell apart
+            return None
         gamma = (x1 * cc - c1 * xc) / determinant
         delta = (c1 * xx - x1 * xc) / determinant
         if gamma < 0:
@@ -279,5 +281,5 @@ class TimeFit:
         """Make the fit that `state()` describes; TypeError or ValueError where it is malformed."""
         fit = cls()
         for x, seconds in state:
-            fit.add(checked(x, int, 1), checked(seconds, float, 1e-300))
+            fit.add(checked(x, int, 1), checked(seconds, float, 1e-12))
         return fit

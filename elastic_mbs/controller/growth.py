@@ -65,7 +65,9 @@ def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> 
     if track.clean >= track.patience:
         return True
     samples, elements = track.expected()
-    known = max(track.proven_with(capacity, policy.changed), track.memory.largest_observed)
+    known = max(
+        track.proven.largest(capacity.bytes * (1 + policy.changed)), track.memory.largest_observed
+    )
     jitter = track.patience - policy.patience
     return known > limits.longest(samples, track.size) * elements and track.clean > jitter
 
@@ -86,7 +88,7 @@ def next_size(
         return None
     ceiling = min(track.ceilings, key=lambda each: (each.limit, each.elements), default=None)
     below = limits.clamp(_furthest(track, limits) // elements)
-    proven = limits.clamp(track.proven_with(capacity, policy.changed) // elements)
+    proven = limits.clamp(track.proven.largest(capacity.bytes * (1 + policy.changed)) // elements)
     if ceiling is not None:  # the one that binds most
         below = min(below, ceiling.limit // elements)
         proven = min(proven, ceiling.limit // elements)

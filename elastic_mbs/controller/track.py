@@ -6,6 +6,7 @@ by up to a factor of two. Shape classes share no fit: attention can be quadratic
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,13 @@ from elastic_mbs.controller.memory_model import MemoryModel
 from elastic_mbs.controller.messages import Capacity
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.controller.policy import Policy
+from elastic_mbs.controller.proven import Proven
 from elastic_mbs.controller.saved import checked
 
 # The batches of this many calls show the largest batch and the longest sample to expect.
 RECENT_CALLS = 16
 MAX_CEILINGS = 8
+MOST_SAMPLES = 2**24  # of a batch in a saved state: its pieces are listed, to see the longest
 NEVER = float("-inf")
 WHOLE = 2**62  # a size above any batch
 
@@ -31,21 +34,25 @@ class Trial:
     before: int  # size that it grew from, in samples
     elements: int  # of the longest piece at that size
     calls: int  # clean calls with longer pieces that are still to come
+    capacity: int | None  # seen when it grew, in bytes; None where it was not known
     run: int = 0  # elements run in calls with longer pieces
+    again: bool = False  # back to a size that has failed while as much memory was there
 
-    def saved(self) -> list[int]:
+    def saved(self) -> list[int | None]:
         """Return the trial as JSON."""
-        return [self.before, self.elements, self.calls, self.run]
+        return [self.before, self.elements, self.calls, self.capacity, self.run, self.again]
 
     @classmethod
     def restored(cls, row: Any) -> Trial:
         """Make the trial that `saved()` describes; TypeError or ValueError if it is malformed."""
-        before, elements, calls, run = row
+        before, elements, calls, capacity, run, again = row
         return cls(
             checked(before, int, 1),
             checked(elements, int, 1),
             checked(calls, int),
+            None if capacity is None else checked(capacity, int),
             checked(run, int),
+            checked(again, bool),
         )
 
 
@@ -58,25 +65,30 @@ class Ceiling:
     # size that it grew from.
     limit: int
     at: float  # when it failed
-    proven: int | None = None  # capacity at which this size last succeeded
-    capacity: int | None = None  # in bytes; None where no reading explains the failure
+    needed: int | None = None  # least capacity at which this size has succeeded
+    seen: int | None = None  # capacity by the first reading after the failure, in bytes
+    capacity: int | None = None  # the same; None where it does not explain the failure
     lost: float = 0.0  # seconds that the failure cost
-    explained: bool = False  # a reading was taken after the failure
 
-    def explain(self, capacity: Capacity, changed: float) -> None:
-        """Take the first reading after the failure.
+    def explain(self, seen: int | None, changed: float) -> None:
+        """Take the first reading after the failure; None where there is none yet.
 
         It explains the failure where it shows less memory than this size last succeeded with, or
         where this size has never succeeded.
         """
-        self.explained = True
-        if self.proven is None or capacity.bytes * (1 + changed) < self.proven:
-            self.capacity = capacity.bytes
+        self.seen = seen
+        explains = seen is not None and (self.needed is None or seen * (1 + changed) < self.needed)
+        self.capacity = seen if explains else None
 
     @property
     def is_spike(self) -> bool:
         """Memory that was short for a moment: the reading after it does not explain the failure."""
-        return self.explained and self.capacity is None
+        return self.seen is not None and self.capacity is None
+
+    @property
+    def had_enough(self) -> bool:
+        """The reading after the failure shows all the memory that this size has succeeded with."""
+        return self.seen is not None and self.needed is not None and self.seen >= self.needed
 
     def saved(self) -> list[int | float | None]:
         """Return the ceiling as JSON."""
@@ -87,13 +99,14 @@ class Ceiling:
         """Make the ceiling that `saved()` describes; TypeError or ValueError if it is malformed."""
         elements, limit, capacity, lost = row
         limit = checked(limit, int)
+        capacity = None if capacity is None else checked(capacity, int)
         return cls(
             checked(elements, int, limit + 1),
             limit,
             now,
-            capacity=None if capacity is None else checked(capacity, int),
+            seen=capacity or 0,  # the reading is long past: none after it counts
+            capacity=capacity,
             lost=checked(lost, float),
-            explained=True,
         )
 
 
@@ -110,6 +123,7 @@ class RunningCall:
     length: int  # of the longest piece at the size that it began with, in samples
     ooms: int = 0
     failed_trial: Trial | None = None  # the growth that the first failure has ended
+    excused: Trial | None = None  # the same, where it was no cause of the failures
     failed: Ceiling | None = None  # the first failure
 
 
@@ -129,12 +143,12 @@ class Track:
     calls_without_peak: int = 0  # consecutive calls whose peak was wanted but not measured
     calls_with_retries: int = 0  # consecutive calls with allocator retries
     cooldown_until: float = NEVER  # end of the cooldown
+    no_excuse_until: float = NEVER  # a growth that could be excused costs a cooldown until then
     fragmentation: float = 1.0  # peak reserved / peak allocated, when last seen
-    # The most elements that have run clean, and the capacity then. None after a failed growth.
-    proven: tuple[int, int] | None = None
     wants_reading: bool = False  # with a newer reading the latest call could have led to a growth
     call: RunningCall | None = None
     ceilings: list[Ceiling] = field(default_factory=list)  # fewest elements first
+    proven: Proven = field(default_factory=Proven)
     # samples and elements per sample of the latest batches
     recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))
     memory: MemoryModel = field(default_factory=MemoryFit)
@@ -151,12 +165,17 @@ class Track:
     def forget(self) -> None:
         """Discard everything learned about memory and time; the size stays."""
         self.ceilings = []
-        self.proven = None
+        self.proven = Proven()
         self.trial = None
         self.memory = MemoryFit()
         self.time = TimeFit()
         self.fragmentation = 1.0
         self._count_anew()
+
+    def believe(self, elements: int) -> None:
+        """Take a plan's word that this many elements fit, against failures before it."""
+        self.trial = None
+        self.ceilings = [ceiling for ceiling in self.ceilings if ceiling.limit >= elements]
 
     def _count_anew(self) -> None:
         self.clean = self.calls = self.calls_without_peak = self.calls_with_retries = 0
@@ -178,8 +197,8 @@ class Track:
     def explain_ceilings(self, capacity: Capacity, changed: float) -> None:
         """Take a reading for the failures that had none so far."""
         for ceiling in self.ceilings:
-            if not ceiling.explained and capacity.at > ceiling.at:
-                ceiling.explain(capacity, changed)
+            if ceiling.seen is None and capacity.at > ceiling.at:
+                ceiling.explain(capacity.bytes, changed)
 
     def lift_ceilings(self, capacity: Capacity, present: int, policy: Policy, now: float) -> None:
         """Remove the ceilings whose evidence has changed.
@@ -209,12 +228,31 @@ class Track:
             return None
         return capacity._replace(bytes=min(capacity.bytes, *known))
 
-    def proven_with(self, capacity: Capacity, changed: float) -> int:
-        """Return the most elements that have run clean with this capacity or less; 0 if none."""
-        if self.proven is None:
-            return 0
-        elements, needed = self.proven
-        return elements if capacity.bytes * (1 + changed) >= needed else 0
+    def growth_failed(self, trial: Trial, ceiling: Ceiling, changed: float) -> None:
+        """Record that a growth has failed: nothing beyond the size before it works with the memory.
+
+        The failure is explained by whatever reading follows it.
+        """
+        ceiling.limit = trial.elements
+        ceiling.needed = None
+        ceiling.explain(ceiling.seen, changed)
+        seen = trial.capacity if ceiling.seen is None else ceiling.seen
+        self.proven.disprove(trial.elements, math.inf if seen is None else seen * (1 + changed))
+
+    def growth_was_no_cause(self, trial: Trial, since: float, changed: float) -> None:
+        """Record that a growth is no cause of the failures of a call that began at `since`.
+
+        With the memory seen when it grew the size before it had worked. So a reading that shows as
+        much again explains none of them.
+        """
+        if trial.capacity is None:
+            return
+        self.proven.add(trial.elements, trial.capacity)
+        for ceiling in self.ceilings:
+            if ceiling.at >= since:
+                known = self.proven.needed(ceiling.elements)
+                ceiling.needed = trial.capacity if known is None else min(known, trial.capacity)
+                ceiling.explain(ceiling.seen, changed)
 
     def passed(self, elements: int, batch: int, capacity: Capacity | None) -> None:
         """Record a clean call: the elements of its longest piece, and of its batch.
@@ -228,9 +266,8 @@ class Track:
             self.trial.calls = max(0, self.trial.calls - 1)
             self.trial.run += batch
         on_trial = self.trial is not None and self.trial.calls > 0
-        is_largest = self.proven is None or elements >= self.proven[0]
-        if capacity is not None and is_largest and not on_trial:
-            self.proven = (elements, capacity.bytes)
+        if capacity is not None and not on_trial:
+            self.proven.add(elements, capacity.bytes)
 
     def saved(self, now: float) -> dict[str, object]:
         """Return everything worth saving, as JSON.
@@ -245,7 +282,7 @@ class Track:
             "calls": self.calls,
             "cooldown_left": max(0.0, self.cooldown_until - now),
             "fragmentation": self.fragmentation,
-            "passed_with": None if self.proven is None else list(self.proven),
+            "proven": self.proven.state(),
             "trial": None if self.trial is None else self.trial.saved(),
             "ceilings": [ceiling.saved() for ceiling in self.ceilings],
             "recent": [list(batch) for batch in self.recent],
@@ -266,15 +303,14 @@ class Track:
         track.calls = checked(row["calls"], int)
         track.cooldown_until = now + checked(row["cooldown_left"], float)
         track.fragmentation = checked(row["fragmentation"], float, 1.0)
-        if row["passed_with"] is not None:
-            elements, capacity = row["passed_with"]
-            track.proven = checked(elements, int), checked(capacity, int)
+        track.proven = Proven.restored(row["proven"])
         if row["trial"] is not None:
             track.trial = Trial.restored(row["trial"])
         for failure in row["ceilings"]:
             track.add_ceiling(Ceiling.restored(failure, now))
         for samples, elements in row["recent"]:
-            track.recent.append((checked(samples, int, 1), checked(elements, int, 1)))
+            batch = checked(samples, int, 1, MOST_SAMPLES), checked(elements, int, 1)
+            track.recent.append(batch)
         track.expected()  # raises where there is no batch
         planned = isinstance(row["memory"], dict)
         track.memory = (PeakModel if planned else MemoryFit).restored(row["memory"])

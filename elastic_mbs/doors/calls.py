@@ -22,6 +22,7 @@ from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, place_of, stored_bytes
 from elastic_mbs.engine.parts import Batch, CallParts
 from elastic_mbs.engine.passes import OnePass
+from elastic_mbs.engine.shared.companions import caller
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile, names_of
 from elastic_mbs.engine.shared.peers import Peers
 from elastic_mbs.engine.shared.resources import Resources
@@ -39,6 +40,10 @@ from elastic_mbs.rehearsal.first_split import FirstSplit
 # bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a
 # decoder's cache
 MUCH = 2**30
+
+
+def _all(*values: Any) -> tuple[Any, ...]:
+    return values
 
 
 KEPT = 500  # calls in the history
@@ -145,9 +150,11 @@ class Calls:
         if batch is None and not self._resources.peers.alone:
             return self._without_samples()
         name, identity = names_of(loss_fn)
+        sources = partial(_all, loss_fn, args, kwargs)
         with self._beginning() as peers:
             view, counts = self._read(batch, name, (args, kwargs))
-            call = self._begin(Batch(view, peers.share(counts), name, identity))
+            work = Batch(view, peers.share(counts), name, identity, sources=sources)
+            call = self._begin(work)
         with call:
             call.run(loss_fn, args, kwargs)
         result = self._finish(call)
@@ -180,7 +187,8 @@ class Calls:
         name, identity = names_of(embed_fn)
         view, _ = self._read(batch, name, counted=False)
         counts = Unweighted.samples(view.length)
-        work = Batch(view, counts, name, (identity, names_of(loss_fn)[1]))
+        key, sources = (identity, names_of(loss_fn)[1]), partial(_all, embed_fn, loss_fn)
+        work = Batch(view, counts, name, key, sources=sources)
         passes: list[TwoPasses] = []
 
         def made(parts: CallParts) -> TwoPasses:
@@ -199,7 +207,8 @@ class Calls:
             return iter(())
         with self._beginning() as peers:
             view, counts = self._read(batch, name)
-            work = Batch(view, peers.share(counts), name, name, own_graph=own_graph)
+            counts = peers.share(counts)
+            work = Batch(view, counts, name, name, own_graph=own_graph, sources=caller)
             call = self._begin(work)
         return loop(call, self._finish)
 
@@ -207,7 +216,7 @@ class Calls:
         """Run `fn` on every piece and join its outputs. See `ElasticMBS.evaluate`."""
         name, identity = names_of(fn)
         view, counts = self._read(batch, name, counted=False)
-        work = Batch(view, counts, name, identity, training=False)
+        work = Batch(view, counts, name, identity, training=False, sources=partial(_all, fn))
         call = self._begin(work, outputs, pad)
         with call, torch.no_grad():
             call.run(fn)

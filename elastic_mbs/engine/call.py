@@ -18,9 +18,9 @@ from elastic_mbs.engine.attempt import Attempt, Failure, Phase, check_nothing_lo
 from elastic_mbs.engine.outcome.result import StepResult, check_not_overwritten
 from elastic_mbs.engine.parts import Batch, CallParts, parts_of
 from elastic_mbs.engine.passes import Passes
+from elastic_mbs.engine.recovery import recover as recovery
 from elastic_mbs.engine.recovery.failure import failure_of
 from elastic_mbs.engine.recovery.floor import Floor
-from elastic_mbs.engine.recovery.recover import check_cap, recover, tell, unwind
 from elastic_mbs.engine.recovery.replay import Mode
 from elastic_mbs.engine.shared import running
 from elastic_mbs.engine.shared.knowledge import Knowledge
@@ -77,8 +77,7 @@ class Call:
             self.passes = passes(self.parts)
             self._pass = self.passes.first
             if self.parts.decision.wants_reading and not batch.training:
-                # A training call asks when its first backward begins.
-                resources.monitor.request_reading(rested=True)
+                resources.monitor.request_reading(rested=True)  # training asks in its backward
             running.enter_call(self)
         except BaseException:
             running.leave_call(self)
@@ -191,7 +190,7 @@ class Call:
                 reads = profile.draws or bool(gradients.full) or not gradients.settled
                 snapshot.take_piece(read_streams=reads)
             schedule = parts.progress.schedule
-            attempt.load(parts.loader.load(piece, schedule, cloned=profile.edits_batch))
+            attempt.load(parts.loader.load(piece, schedule, cloned=parts.edits.copies))
         except Exception as error:
             if not self._failed(attempt, error):
                 raise
@@ -234,7 +233,7 @@ class Call:
         parts = self.parts
         gradients = parts.gradients
         gradients.check_before(first=parts.progress.untouched)
-        self.resources.peers.before_backward(gradients)
+        parts.peers.before_backward(gradients)
         weight = attempt.weigh(value, parts.batch.counts, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.
@@ -276,6 +275,7 @@ class Call:
                 return False  # the runtime was closed inside the block; the error is the user's
             if isinstance(error, Exception) and self._failed(attempt, error):
                 return True
+            recovery.note_piece(self.parts, attempt, error)
             self.abort(error)
             return False
         except BaseException as refusal:
@@ -295,6 +295,8 @@ class Call:
                 profile.learn_draws(parts.snapshot.drew_since_start())
         if parts.snapshot.watches_buffers:
             profile.learn_buffers(parts.snapshot.buffers_show_the_split())
+        if not profile.seen:
+            parts.edits.learn_from(attempt.data)
         parts.progress.commit(attempt)
         floor = self._floors.get(self._pass.training)
         if floor is not None:
@@ -319,12 +321,12 @@ class Call:
         """Roll the failed attempt back, and go on with smaller pieces."""
         failure, parts = self.failure, self.parts
         assert failure is not None
-        mode, smaller = recover(parts, failure, self._pass)
+        mode, smaller = recovery.recover(parts, failure, self._pass)
         if not smaller:
             training = self._pass.training
             floor = self._floors.setdefault(training, Floor(parts))
             floor.reached(failure, training=training)
-        check_cap(parts, failure)
+        recovery.check_cap(parts, failure)
         if mode is Mode.STEP:
             self._pass = self.passes.restarted(self._pass)
         self.failure = None
@@ -370,8 +372,8 @@ class Call:
                 lambda: gradients.noise_scale(noise, adds_up=self._pass.adds_up),
             )
         parts.report.inform_controller(progress, fresh=not gradients.full)
-        result = resources.peers.meet(gradients, result) if training else result
-        result = self.passes.finish(result)
+        parts.learn_end()
+        result = self.passes.finish(parts.peers.meet(gradients, result))
         running.leave_call(self)
         self.phase = Phase.WHOLE  # a callback may step, or evaluate
         try:
@@ -424,7 +426,7 @@ class Call:
         for last in (False, True):
             try:
                 self._drop_attempt()
-                unwind(self.parts, error)
+                recovery.unwind(self.parts, error)
                 self._close()
                 break
             except Exception as problem:
@@ -437,7 +439,7 @@ class Call:
             except BaseException as problem:
                 error = interrupt = problem
         self.parts.report.failed(error, self.parts.progress.failures)
-        tell(self.parts, error)
+        recovery.tell(self.parts, error)
         if interrupt is not None:
             raise interrupt
 
@@ -452,7 +454,7 @@ class Call:
         parts.hooks.end()  # an interrupt between the lines can have left them in place
         if parts.hooks.table is not None:
             parts.hooks.table.empty()
-        parts.knowledge.controller.abandon(parts.key)
+        parts.knowledge.controller.abandon(parts.key, parts.report.watch.waited)
 
     # ------------------------------------------------------------------ misuse
 

@@ -9,6 +9,7 @@ In the order in which they begin; they end in the reverse order:
     draws     random numbers by sample (`GradientOptions.draws`)
     injector  the errors of a test (`elastic_mbs.testing`)
     guard     the limit on host memory
+    versions  edits in place raise versions, also under a dispatch mode of the user's
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from elastic_mbs.batch.containers import tensors_in
+from elastic_mbs.dispatch import VersionsRaised
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.resources import Resources
@@ -166,6 +168,7 @@ class AttemptHooks:
             hooks.append(_Injector(fault_injector, self._progress, self._resources))
         if self._resources.guard is not None:
             hooks.append(_Guard(self._resources.guard))
+        hooks.append(VersionsRaised())
         self._hooks = tuple(hooks)
 
     def _free(self) -> int | None:

@@ -10,7 +10,9 @@ Each part has fields of its own, and its module alone assigns them:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Schedule
@@ -22,7 +24,9 @@ from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.hooks import AttemptHooks
 from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.report import CallReport
+from elastic_mbs.engine.shared.companions import reached
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
+from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.snapshot import Snapshot
 
@@ -38,6 +42,7 @@ class Batch:
         identity: the key by which the facts about the loss function are kept.
         training: the call makes gradients.
         own_graph: the user's frame holds the graph of an attempt while it is replayed.
+        sources: returns what the step is made of: its function and arguments.
     """
 
     view: BatchView
@@ -46,6 +51,7 @@ class Batch:
     identity: object
     training: bool = True
     own_graph: bool = False
+    sources: Callable[[], Iterable[Any]] = tuple
 
     @property
     def key(self) -> Key:
@@ -54,11 +60,15 @@ class Batch:
         return Key(self.name, mode, shape_class(self.view.elements))
 
 
+_ALONE = Alone()
+
+
 @dataclass(frozen=True)
 class CallParts:
     """The parts of one call. None of these fields is assigned again."""
 
     resources: Resources
+    peers: Peers  # an evaluation has none
     knowledge: Knowledge
     profile: LossProfile
     batch: Batch
@@ -71,6 +81,20 @@ class CallParts:
     hooks: AttemptHooks
     loader: Loader
     report: CallReport
+
+    def learn_end(self) -> None:
+        """Keep the companions whose state has changed, at the end of a first call."""
+        if not self.profile.seen:
+            self.profile.learn_end()
+            model, changes = self.resources.model, self.resources.buffers.changes
+            model.accompany(list(filter(changes, model.companions)))
+
+
+def _look_around(resources: Resources, batch: Batch) -> None:
+    """Take over the modules and generators that a step can reach, in its first call."""
+    found = reached(batch.sources())
+    resources.model.accompany([*resources.model.companions, *found.modules])
+    resources.take_over(found.generators)
 
 
 def _escalated(resources: Resources, batch: Batch, profile: LossProfile) -> tuple[str, ...]:
@@ -92,6 +116,8 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     snapshot = Snapshot(resources, (key, batch.identity))
     resources.refresh_model()
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
+    if not profile.seen:
+        _look_around(resources, batch)
     gradients = CallGradients(resources, profile, training=batch.training)
     decision = knowledge.controller.begin(key, view.worth, view.elements)
     progress = Progress(_schedule(resources, batch), decision.size)
@@ -111,6 +137,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     report = CallReport(resources, knowledge, profile, view, key, decision, full)
     return CallParts(
         resources=resources,
+        peers=resources.peers if batch.training else _ALONE,
         knowledge=knowledge,
         profile=profile,
         batch=batch,

@@ -51,7 +51,8 @@ class Snapshot:
         """Take the snapshot of the call's start."""
         resources = self._resources
         streams = resources.streams.read(hosts=True)
-        resources.buffers.begin_call(resources.model.modules, self._key)
+        model = resources.model
+        resources.buffers.begin_call(model.modules, self._key, model.companions)
         self._number = resources.buffers.calls
         self.start = self.piece = streams
 
@@ -110,9 +111,10 @@ class Snapshot:
         )
         if lost is not None:
             raise ReplayUnsafeError(
-                f"the buffer {lost} changed for the first time in this batch, so its earlier "
+                f"{lost} changed for the first time in this batch, so its earlier "
                 "value was not kept; from the next batch on it is. Load the last checkpoint, or "
-                "set the buffer, before going on"
+                "set it, before going on. A layer that is set up by the first batch that it sees "
+                "needs one before: run the model once under torch.no_grad()"
             )
 
     def unwind_modes(self) -> None:
@@ -134,9 +136,7 @@ class Snapshot:
         lost = buffers.restore(to_call_start=True)
         if lost is None:
             return None
-        return (
-            f"the buffer {lost} changed for the first time in this batch and could not be restored."
-        )
+        return f"{lost} changed for the first time in this batch and could not be restored."
 
     def close(self) -> None:
         """Drop the copies of the buffers."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -289,6 +290,8 @@ class ChunkedLogits(TorchFunctionMode):
     def _cross_entropy(self, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         if isinstance(input, LazyLogits) and self._can_chunk(input, target, given):
+            for old in ("size_average", "reduce"):  # None, or it could not be done
+                given.pop(old, None)
             return chunked_cross_entropy(input.head, target, self._rows(input), **given)
         return functional.cross_entropy(input, target, *args, **kwargs)
 
@@ -323,11 +326,8 @@ def chunked_cross_entropy(
     head: Head,
     target: Tensor,
     rows: int,
-    *,
     weight: Tensor | None = None,
-    size_average: None = None,
     ignore_index: int = -100,
-    reduce: None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
@@ -338,17 +338,16 @@ def chunked_cross_entropy(
         target: class numbers, of shape (…).
         rows: rows of a chunk.
         weight: as for `cross_entropy`.
-        size_average: None.
         ignore_index: as for `cross_entropy`.
-        reduce: None.
         reduction: "mean" or "sum".
         label_smoothing: as for `cross_entropy`.
     """
     head.check()
 
     def loss_of(hidden: Tensor, own: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        logits = head.rows(hidden, matrix, bias)
         return functional.cross_entropy(
-            head.rows(hidden, matrix, bias),
+            logits,
             own,
             weight,
             ignore_index=ignore_index,
@@ -356,20 +355,10 @@ def chunked_cross_entropy(
             label_smoothing=label_smoothing,
         )
 
-    states, target = head.hidden.flatten(0, -2), target.flatten()
-    pairs = zip(states.split(rows), target.split(rows), strict=True)
-    losses = [
-        checkpoint(
-            loss_of,
-            hidden,
-            own,
-            head.weight,
-            head.bias,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for hidden, own in pairs
-    ]
+    again = partial(checkpoint, loss_of, use_reentrant=False, preserve_rng_state=False)
+    target = target.flatten()
+    chunks = zip(head.hidden.flatten(0, -2).split(rows), target.split(rows), strict=True)
+    losses = [again(hidden, own, head.weight, head.bias) for hidden, own in chunks]
     total = torch.stack(losses).sum()
     if reduction == "sum":
         return total

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from elastic_mbs.dispatch import VersionedMode, run
 from elastic_mbs.errors import MisuseError, UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory.live_storages import LiveStorages
@@ -304,17 +305,14 @@ def _tensors_of(item: Any) -> Iterable[Tensor]:
         )
 
 
-class _CountingMode(TorchDispatchMode):
+class _CountingMode(VersionedMode):
     """The counter of one thread's operations; there is one for each entered block.
 
     Torch keeps its stack of modes per thread.
     """
 
-    # torch 2.8 does not ask, and refuses `torch.cond` and its like under any mode
-    supports_higher_order_operators = True
-
     def __init__(self, budget: MemoryBudget) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.budget = budget
         self.thread = threading.get_ident()
         self.paused = 0  # how many reasons there are not to count
@@ -324,8 +322,8 @@ class _CountingMode(TorchDispatchMode):
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         if types and any(kind.__torch_dispatch__ is not _NO_HANDLER for kind in types):
             # a wrapper subclass runs plain operations inside its own handler, and those come back
@@ -337,11 +335,11 @@ class _CountingMode(TorchDispatchMode):
                 else NotImplemented
             )
         if self.paused:
-            return func(*args, **(kwargs or {}))
+            return run(func, args, kwargs)
         budget = self.budget
         if budget._admit([args, list(kwargs.values())] if kwargs else args):
             budget._check(0, may_refuse=False)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = run(func, args, kwargs)
         new = budget._admit(out)
         # While even the upper bound is below peak and limit, the usual case in training, there is
         # nothing to note.
@@ -349,7 +347,8 @@ class _CountingMode(TorchDispatchMode):
         if new and (upper > budget._peak or upper > budget._limit):
             refusal = budget._check(new, may_refuse=not _in_place(func))
             if refusal is not None:
-                args = kwargs = out = None  # type: ignore[assignment]  # the error's traceback keeps this frame: it must keep none of the tensors
+                # the error's traceback keeps this frame, which must keep none of the tensors
+                args = kwargs = out = None
                 raise torch.OutOfMemoryError(refusal)
         return out
 

@@ -97,6 +97,7 @@ class Verdict:
     kind: Kind
     message: str  # first line of its text, at most 300 characters
     requested: int | None = None  # bytes of the allocation that failed, where the text has them
+    held: int | None = None  # bytes of this process when it failed, where the text has them
 
     @property
     def synchronous(self) -> bool:
@@ -365,7 +366,12 @@ def _verdict(kind: Kind | None, exc: Exception) -> Verdict | None:
     return (
         None
         if kind is None
-        else Verdict(kind, _first_line(exc), patterns.requested_bytes(_text(exc)))
+        else Verdict(
+            kind,
+            _first_line(exc),
+            patterns.requested_bytes(_text(exc)),
+            patterns.held_bytes(_text(exc)),
+        )
     )
 
 

@@ -86,11 +86,13 @@ OTHER: Final = _any(
     r"^[^\n]*\bWatchdog caught collective operation timeout\b",
 )
 
+_SIZE: Final = r"(\d+(?:\.\d+)?)\s*(?:([KMGTPE])i?B\b|bytes?\b|B\b)"
 REQUEST: Final = re.compile(
-    r"(?:tried to allocate|trying to allocate|unable to allocate|invalid buffer "
-    r"size:)\s+(\d+(?:\.\d+)?)\s*(?:([KMGTPE])i?B\b|bytes?\b|B\b)",
+    r"(?:tried to allocate|trying to allocate|unable to allocate|invalid buffer size:)\s+" + _SIZE,
     re.IGNORECASE,
 )
+# CUDA's and HIP's: "this process has 78.08 GiB memory in use"; MemoryBudget's: "of which …"
+HELD: Final = re.compile(rf"(?:this process has|of which) {_SIZE} (?:memory|is) in use\b")
 
 
 def requested_bytes(text: str) -> int | None:
@@ -98,7 +100,15 @@ def requested_bytes(text: str) -> int | None:
 
     Both "GiB" and "GB" are powers of 1024 for PyTorch and Metal.
     """
-    found = REQUEST.search(text)
+    return _bytes(REQUEST.search(text))
+
+
+def held_bytes(text: str) -> int | None:
+    """Return the bytes that this process held when it failed, where the text has them."""
+    return _bytes(HELD.search(text))
+
+
+def _bytes(found: re.Match[str] | None) -> int | None:
     if found is None:
         return None
     number, prefix = found.groups()

@@ -21,33 +21,29 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
 
 from elastic_mbs.engine import hooks as engine_hooks
 from elastic_mbs.engine.shared.resources import Resources
-from elastic_mbs.errors import (
-    OptimizerStepError,
-    PeerError,
-    PoisonedDeviceError,
-    UsageError,
-)
+from elastic_mbs.errors import OptimizerStepError, PeerError, PoisonedDeviceError, UsageError
 from elastic_mbs.events import OptimizerOutOfMemory, format_bytes
 from elastic_mbs.memory import oom
-from elastic_mbs.optimizer.deferred_hooks import DeferredHooks
+from elastic_mbs.optimizer.hooks import DeferredHooks
 from elastic_mbs.optimizer.known import has_state, one_by_one, with_gradient
+from elastic_mbs.optimizer.reach import HUNG
 from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 
 T = TypeVar("T")
+Gradients = list[tuple[ref[torch.Tensor], int]]  # each with its version
 
 # from the fastest to the one that needs the least memory
 WAYS = ("as it is", "with the caches let go of", "one parameter at a time")
 ONE_BY_ONE = len(WAYS) - 1
 LONGEST_PAUSE = 64  # steps between two tries of the fastest way, at most
 _TRIES = 4  # attempts to roll back, each after releasing the caches
-# attributes that the scaler and the guard set on the optimizer for one step
-_HUNG = ("step", "grad_scale", "found_inf", "param_groups")
 
 
 class GuardedStep:
@@ -56,6 +52,8 @@ class GuardedStep:
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self._order = AttemptOrder()
+        # of steps that were taken back after their hooks: the gradients that these have left
+        self._hooked: WeakKeyDictionary[Optimizer, Gradients] = WeakKeyDictionary()
 
     def __call__(self, optimizer: Optimizer, closure: object = None) -> None:
         """Make one step; see `ElasticMBS.optimizer_step`."""
@@ -67,26 +65,33 @@ class GuardedStep:
             return
         what = "keep the optimizer's state"
         gradients = torch.is_grad_enabled()
+        step = None
         try:
-            step = _retry(
-                self._resources, what, lambda: _Step(optimizer, self._resources, self._order)
-            )
-            self._make(step)
+            try:
+                step = _retry(
+                    self._resources, what, lambda: _Step(optimizer, self._resources, self._order)
+                )
+                hooked = self._hooked.pop(optimizer, None)
+                if hooked is not None and _are_same(hooked, _gradients(optimizer)):
+                    step.skip_hooks_before()
+                _retry(self._resources, what, step.make, passes=step.passes)
+            except BaseException as error:
+                self._resources.peers.agree(error)
+                raise
+            self._agree(step)
             _retry(self._resources, what, step.end, passes=step.passes)
+        except (OptimizerStepError, PeerError):
+            if step is not None and step.hooked:
+                self._hooked[optimizer] = _gradients(optimizer)
+            raise
         finally:
             # an interrupt between a `torch.no_grad()` block and its exit leaves them disabled
             torch.set_grad_enabled(gradients)
 
-    def _make(self, step: _Step) -> None:
-        """Make the step on all ranks, or on none."""
-        peers = self._resources.peers
+    def _agree(self, step: _Step) -> None:
+        """Take the step back where another rank could not make it."""
         try:
-            _retry(self._resources, "keep the optimizer's state", step.make, passes=step.passes)
-        except BaseException as error:
-            peers.agree(error)
-            raise
-        try:
-            why = peers.agree(None)
+            why = self._resources.peers.agree(None)
         except BaseException as error:
             step.take_back(str(error))
             raise
@@ -132,13 +137,23 @@ class _Step:
         self._order = order
         self._step = optimizer.step
         self._hooks = DeferredHooks(optimizer)
-        self._hung = {name: value for name, value in vars(optimizer).items() if name in _HUNG}
+        self._to_host = False  # the copies of the running try are on the host
+        self._hung = {name: value for name, value in vars(optimizer).items() if name in HUNG}
         states = getattr(resources.settings.scaler, "_per_optimizer_states", None)
         # the scaler's notes: unscaled or not, stepped or not
         self._scaler_state: dict[str, Any] = {} if states is None else states[id(optimizer)]
         self._made = False
         self._lost = False  # it ended half-way, and there are no copies
         self._half_made = False  # from its first change until it is whole or rolled back
+
+    @property
+    def hooked(self) -> bool:
+        """True once the hooks before the step have run."""
+        return self._hooks.begun
+
+    def skip_hooks_before(self) -> None:
+        """Make the step without the hooks before it, which have run already."""
+        self._hooks.skip_before()
 
     def passes(self) -> bool:
         """Return whether an error must pass: a user's hook raised it, or the step is lost."""
@@ -153,6 +168,7 @@ class _Step:
             if not self._made:
                 _retry(self._resources, "unscale the gradients", self._unscale)
                 self._remember(OptimizerSnapshot.of(self._optimizer))
+                self._scaler_before = dict(self._scaler_state)
                 self._try_in_order()
 
     def end(self) -> None:
@@ -190,7 +206,16 @@ class _Step:
     def _remember(self, snapshot: OptimizerSnapshot) -> None:
         self._snapshot = snapshot
         self._streams = self._resources.streams.read(hosts=True)  # some optimizers round at random
-        self._scaler_before = dict(self._scaler_state)
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Run the user's hooks before the step, once. What they change is not rolled back."""
+        if self._hooks.begun:
+            return
+        changed = self._hooks.begin(optimizer, args, kwargs)
+        self._hooks.defer(self._begin)
+        if changed:
+            self._remember(OptimizerSnapshot.of(self._optimizer))
+            self._snapshot.take(host=self._to_host)
 
     def _unscale(self) -> None:
         """Unscale the gradients once, now: inside the step every try would do it again."""
@@ -205,6 +230,7 @@ class _Step:
             if parameter.grad is not None
         ]
         self._remember(OptimizerSnapshot.of_gradients(self._optimizer))
+        self._scaler_before = dict(self._scaler_state)
         # One operation in place unscales all gradients of a type: it happens, or it does not.
         if len({(grad.device, grad.dtype) for grad in gradients}) > 1 or any(
             grad.is_sparse for grad in gradients
@@ -275,8 +301,9 @@ class _Step:
         """
         self._half_made = True
         try:
-            self._hooks.defer()
-            self._snapshot.take(host=way > 0)
+            self._hooks.defer(self._begin)
+            self._to_host = way > 0
+            self._snapshot.take(host=self._to_host)
             self._run(self._one_by_one if way == ONE_BY_ONE else self._step)
             return None
         except Exception as error:
@@ -324,7 +351,7 @@ class _Step:
 
     def _one_by_one(self) -> None:
         optimizer = self._optimizer
-        self._hooks.begin(optimizer, (optimizer,), {})  # while they can see all groups
+        self._begin(optimizer, (optimizer,), {})  # while they can see all groups
         for group, parameter in list(with_gradient(optimizer)):
             optimizer.param_groups = [{**group, "params": [parameter]}]
             self._step()
@@ -385,10 +412,23 @@ class _Step:
         """Remove from the optimizer the attributes that were set for the step."""
         self._hooks.put_back()
         attributes = vars(self._optimizer)
-        for name in _HUNG:
+        for name in HUNG:
             if name not in self._hung:
                 attributes.pop(name, None)
         attributes.update(self._hung)
+
+
+def _gradients(optimizer: Optimizer) -> Gradients:
+    """Return which gradients there are, and how often each was changed."""
+    found = (parameter.grad for _, parameter in with_gradient(optimizer))
+    return [(ref(grad), grad._version) for grad in found if grad is not None]
+
+
+def _are_same(before: Gradients, now: Gradients) -> bool:
+    return len(before) == len(now) and all(
+        old() is new() and was == version
+        for (old, was), (new, version) in zip(before, now, strict=True)
+    )
 
 
 class AttemptOrder:

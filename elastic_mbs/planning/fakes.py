@@ -24,12 +24,17 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Fakes:
-    """The fakes of one trace, one for each real tensor."""
+    """The fakes of one plan, one for each real tensor.
 
-    def __init__(self) -> None:
+    Args:
+        plan: marks the fakes that are made, by their mode's attribute `planned_by`.
+    """
+
+    def __init__(self, plan: object) -> None:
         # A tensor that loss_fn has from elsewhere becomes a fake when it is used. No operation runs
         # for real to find the shape of its result.
         self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        vars(self.mode)["planned_by"] = plan
         # each with its original, which keeps its id taken
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -38,8 +43,8 @@ class Fakes:
 
         A single number on the host keeps its value: an optimizer may read its step count.
         """
-        if isinstance(real, FakeTensor):
-            return real
+        if isinstance(real, FakeTensor) or real.grad_fn is not None:
+            return real  # a piece of a batch that requires grad: its gradient goes to the whole
         if type(real) not in (Tensor, nn.Parameter):
             raise TypeError(f"a {type(real).__name__} is no plain tensor")
         if id(real) not in self._made:

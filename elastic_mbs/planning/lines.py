@@ -13,7 +13,8 @@ from elastic_mbs.planning.timeline import Point, TooLong
 class Trace(NamedTuple):
     """The forward and backward of a piece."""
 
-    size: int  # in samples
+    # in samples, of a batch whose samples differ in the largest of them: then it has a fraction
+    size: float
     operations: Sequence[object]
     points: Sequence[Point]  # one for each operation
     flops: int = 0  # of matmuls and convolutions, if they were counted
@@ -63,7 +64,7 @@ def lines_of(trace: Callable[[int], Trace], floor: int, samples: int, elements: 
     return Lines(
         by_peak(known, elements),
         known[-1].gradients,
-        known[-1].size * elements * (2 if len(known) > 1 else 1),
+        int(known[-1].size * elements) * (2 if len(known) > 1 else 1),
         known[-1],
     )
 

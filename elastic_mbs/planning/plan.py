@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +16,13 @@ from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import ElasticMBSError, UsageError
-from elastic_mbs.memory import Headroom
+from elastic_mbs.memory import Headroom, oom
+from elastic_mbs.planning import kept
 from elastic_mbs.planning.fakes import Fakes, storage_bytes
 from elastic_mbs.planning.lines import Lines, lines_of
+from elastic_mbs.planning.outside import Outside
 from elastic_mbs.planning.report import PlannedSize, PlannedWay, PlanReport
-from elastic_mbs.planning.timeline import OpaqueKernelError, Timeline
+from elastic_mbs.planning.timeline import OpaqueKernelError, SparseError
 from elastic_mbs.planning.trace import Tracer, UntraceableStepError
 from elastic_mbs.planning.ways import Known, NoWayError, Way, seconds_to_move, weighed
 
@@ -34,6 +35,8 @@ _REASONS: dict[type[Exception], str] = {
     "shapes it makes: see torch.library.register_fake",
     OpaqueKernelError: "an LSTM runs as a kernel of oneDNN, whose fake does not show what it keeps "
     "for its backward",
+    SparseError: "the gradient of a sparse embedding is as large as the rows that a batch has, and "
+    "fake tensors do not know them",
     UntraceableStepError: "the optimizer's step cannot be traced, plan without optimizer=",
 }
 
@@ -57,17 +60,21 @@ def plan(
             view.length,
             reason=f"the model is on {len(context.devices)} devices, and a plan is for one",
         )
-    streams = context.streams.read(hosts=True)
+    streams, outside = context.streams.read(hosts=True), Outside(loss_fn)
+    mark, reason = object(), None
     try:
-        traced, timelines = _trace(context, view, counts, loss_fn, optimizer, compare=compare)
-        _check_nothing_kept(timelines)
-    except ElasticMBSError:
-        raise  # a mistake that training would find as well
+        traced = _trace(context, view, counts, loss_fn, optimizer, mark, compare=compare)
     except Exception as error:
-        return PlanReport(view.length, reason=_why(error))
+        oom.clear_traceback(error)  # its frames hold fakes
+        if isinstance(error, ElasticMBSError):  # a mistake that training would find as well
+            _check_nothing_kept(mark, error)
+            raise
+        reason = _why(error)
     finally:
         context.streams.restore(streams)
-    return traced.report(budget)
+        outside.put_back()
+    _check_nothing_kept(mark)
+    return traced.report(budget) if reason is None else PlanReport(view.length, reason=reason)
 
 
 class Budget(NamedTuple):
@@ -84,16 +91,17 @@ def _trace(
     counts: Counts,
     loss_fn: Callable[[Any], Any],
     optimizer: Optimizer | None,
+    mark: object,
     *,
     compare: bool,
-) -> tuple[_Traced, list[Timeline]]:
-    """Return the findings and the timelines that tell whether a fake tensor is still alive.
+) -> _Traced:
+    """Return the findings. All fakes are marked.
 
     The tracer is made here and dies here. Passed in as an argument it could outlive the traces:
     where a frame evaluator is installed (as by a `torch.compile` that failed), the caller's
     evaluation stack holds the arguments of a running function.
     """
-    tracer = Tracer(context, view, counts, loss_fn, Fakes())
+    tracer = Tracer(context, view, counts, loss_fn, Fakes(mark))
     with tracer.fakes.inside(context.model.modules):
         floor = context.settings.policy.limits.floor
         lines = lines_of(partial(tracer.piece, count=compare), floor, view.worth, view.elements)
@@ -101,22 +109,32 @@ def _trace(
             way: _lines_of(way, tracer, floor) for way in (Way.OFFLOAD, Way.CHECKPOINT) if compare
         }
         state, step = (0, 0) if optimizer is None else tracer.step(optimizer)
-    return _Traced(context, view, optimizer, lines, ways, state, step), tracer.timelines
+    return _Traced(context, view, optimizer, lines, ways, state, step)
 
 
-def _check_nothing_kept(timelines: Sequence[Timeline]) -> None:
-    """Refuse a loss function that keeps tensors: training could not use the fakes."""
-    if not any(timeline.live for timeline in timelines):
+def _check_nothing_kept(mark: object, error: ElasticMBSError | None = None) -> None:
+    """Refuse a loss function that keeps tensors: training could not use the fakes.
+
+    Args:
+        mark: of the fakes.
+        error: is on its way already, and gets a note.
+
+    Raises:
+        UsageError: fakes are kept, and no error is on its way.
+    """
+    count, found = kept.places(mark)
+    if not count:
         return
-    gc.collect()  # what is in a cycle is not kept
-    left = sum(timeline.live for timeline in timelines)
-    if left:
-        raise UsageError(
-            f"loss_fn, or something that it calls, has kept {left} bytes of tensors: while "
-            "planning they are fakes, which training cannot use. Clear "
-            "what keeps them (a list, a cache), return what is wanted as outputs, and plan with a "
-            "loss_fn that keeps nothing"
-        )
+    where = ", ".join(found) or "a place without a name"
+    text = (
+        f"planning has left {count} fake tensor{'s' * (count > 1)}, which training cannot use, in "
+        f"{where}: loss_fn, or something that it calls, keeps what it makes. Clear that place. "
+        "Then plan with a loss_fn that keeps nothing, or, where it is a cache, run a batch before "
+        "the plan (mbs.verify does), so that the cache holds real tensors"
+    )
+    if error is None:
+        raise UsageError(text)
+    error.add_note(f"elastic_mbs: {text}")
 
 
 def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:

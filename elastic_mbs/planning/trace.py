@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,14 +14,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer
 
+from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import check_graph, read_losses, weighted_sum
 from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.optimizer.known import is_independent
+from elastic_mbs.optimizer.reach import Reach
 from elastic_mbs.planning.fakes import Fakes, step_of, storage_bytes
+from elastic_mbs.planning.interrupts import held_back
 from elastic_mbs.planning.lines import Trace
 from elastic_mbs.planning.timeline import Timeline
+from elastic_mbs.planning.values import Values
 from elastic_mbs.planning.ways import Way, made
 from elastic_mbs.planning.work import flops_of
 from elastic_mbs.rollback.graph import drop_unrun, walk
@@ -38,25 +45,32 @@ class Tracer:
     counts: Counts
     loss_fn: Callable[[Any], Any]
     fakes: Fakes
-    timelines: list[Timeline] = field(default_factory=list)
 
     def piece(self, size: int, way: Way = Way.NONE, *, count: bool = False) -> Trace:
-        """Trace the first `size` samples into empty gradients, which stay.
+        """Trace a piece of `size` into empty gradients, which stay.
 
         With `count` the work is counted.
         """
-        timeline = Timeline(self.context.devices[0], flops_of if count else None)
-        self.timelines.append(timeline)
-        data = map_tensors(self.view.piece(0, size), self.fakes)
-        # fakes have no values, so all that matters is that no loss is left out
-        weights = dict.fromkeys(self.counts.names or (None,), 1.0)
+        with held_back():
+            return self._piece(size, way, count=count)
+
+    def _piece(self, size: int, way: Way, *, count: bool) -> Trace:
+        values = Values(self.fakes.mode)
+        counter = flops_of if count else None
+        timeline = Timeline(self.context.devices[0], self.fakes.mode, counter, values=values)
+        start, stop, exact = self.view.example(size)
+        data = self._data(start, stop, values)
+        # a batch can require grad: taken whole it is among the fakes, and else its own leaf
+        inputs = [t for t in (*tensors_in(data), *self.view.tensors) if t.requires_grad]
         hooks = [
-            leaf.register_post_accumulate_grad_hook(timeline.committed) for leaf in self.leaves()
+            leaf.register_post_accumulate_grad_hook(timeline.committed)
+            for leaf in dict.fromkeys([*self.leaves(), *filter(_is_leaf, inputs)])
         ]
         for leaf in self.leaves():
             leaf.grad = None
         try:
             with (
+                _gradients_may_be_asked_for(inputs),
                 _rnn_in_operations(self.context.model.modules),
                 self.fakes.mode,
                 timeline,
@@ -65,10 +79,7 @@ class Tracer:
             ):
                 data = to_device(data, self.context.piece_device)
                 with made(way, self.context, data, timeline) as moved:
-                    value = self.loss_fn(data)
-                    terms, _ = read_losses(value, self.counts.names)
-                    check_graph(terms)
-                    self._backward(weighted_sum(terms, weights))
+                    self._backward(self._loss_of(self.loss_fn(data)))
         finally:
             drop_unrun()
             torch.clear_autocast_cache()  # around loss_fn, it holds casts of fakes
@@ -76,12 +87,28 @@ class Tracer:
                 hook.remove()
         timeline.note()  # the last leaf has its gradient only now
         return Trace(
-            size,
+            exact,
             timeline.operations,
             timeline.points,
             timeline.flops,
             0 if moved is None else moved.bytes,
         )
+
+    def _loss_of(self, value: Any) -> Tensor:
+        """Return the sum of all losses: fakes have no values, so none may be left out."""
+        terms, _ = read_losses(value, self.counts.names)
+        check_graph(terms)
+        return weighted_sum(terms, dict.fromkeys(self.counts.names or (None,), 1.0))
+
+    def _data(self, start: int, stop: int, values: Values) -> Any:
+        """Return some samples as fakes, and note the values that are known."""
+
+        def faked(real: Tensor) -> Tensor:
+            fake = self.fakes(real)
+            values.know(fake, real)
+            return fake
+
+        return map_tensors(self.view.piece(start, stop), faked)
 
     def leaves(self) -> list[Tensor]:
         return [self.fakes(leaf) for leaf in self.context.model.leaves]
@@ -107,16 +134,38 @@ class Tracer:
 
         Gradients, of the last piece, are in neither.
         """
-        device = self.context.devices[0]
+        device, known = self.context.devices[0], is_independent(optimizer)
         try:
+            # objects of the optimizer's own are not copied, and the step changes them
+            reach = Reach(optimizer, [optimizer], deep=not known)
             run, state = step_of(optimizer, self.fakes)
             before = storage_bytes(state(), device)
-            with self.fakes.mode, Timeline(device) as timeline, torch.no_grad():
-                run()
+            with (
+                held_back(),
+                self.fakes.mode,
+                Timeline(device, self.fakes.mode, any_value=known) as timeline,
+                torch.no_grad(),
+            ):
+                try:
+                    run()
+                finally:
+                    reach.restore()
         except Exception as error:
             raise UntraceableStepError(f"{type(error).__name__}: {error}") from None
         after = storage_bytes(state(), device)
         return after, max((point.live for point in timeline.points), default=0) - (after - before)
+
+
+_is_leaf = attrgetter("is_leaf")
+
+
+@contextmanager
+def _gradients_may_be_asked_for(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Let torch look for gradients of parts of a batch: it warns, and a warning can be an error."""
+    with warnings.catch_warnings() if inputs else nullcontext():
+        if inputs:
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        yield
 
 
 @contextmanager

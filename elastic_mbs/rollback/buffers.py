@@ -1,151 +1,49 @@
-"""Snapshots and rollback of the buffers that a forward changes.
+"""Snapshots and rollback of the state that a forward changes in modules.
 
-Running statistics, spectral-norm vectors and codebooks are such buffers. Rollback needs no memory:
-values are copied back into the tensors that exist. Source: docs/internals/autograd.md#buffers.
+Running statistics, spectral-norm vectors and codebooks are buffers. Some modules keep state in
+attributes, in gradients of buffers, or edit their own parameters. Rollback needs no memory: values
+are copied back into the tensors that exist. Source: docs/internals/autograd.md#buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs.rollback import copies
+from elastic_mbs.rollback.places import (
+    ABSENT,
+    CONTAINERS,
+    NOTHING,
+    NOWHERE,
+    Contents,
+    GradientsOf,
+    Key,
+    Memory,
+    Place,
+    Places,
+    Snapshot,
+    containers_of,
+    copyable,
+    plain_of,
+    same_bits,
+    tensors_of,
+    versions,
+)
 
-PLAIN = (bool, int, float, str, type(None))
-_ABSENT: Any = object()  # hangs where there is no buffer
 _BUFFERS, _TRAINING = attrgetter("_buffers"), attrgetter("training")
-
-
-class _Places(NamedTuple):
-    """Places of buffers, as columns: a look at all of them is one loop in C."""
-
-    pairs: list[tuple[nn.Module, str]]
-    owners: list[dict[str, Tensor | None]]
-    names: list[str]
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[nn.Module, str]]) -> _Places:
-        pairs = list(pairs)
-        return cls(pairs, [module._buffers for module, _ in pairs], [name for _, name in pairs])
-
-    def hanging(self) -> list[Any]:
-        return list(map(dict.get, self.owners, self.names, repeat(_ABSENT)))
-
-    def ids(self) -> set[tuple[int, str]]:
-        return set(zip(map(id, self.owners), self.names, strict=True))
-
-
-class _Snapshot(NamedTuple):
-    """Buffers at one moment, as columns.
-
-    Attributes:
-        places: the places.
-        tensors: the tensor in each place.
-        copies: the value of each tensor, where it was kept.
-        versions: the version of each tensor, which shows a change where no value was kept.
-        attributes: numbers, flags and strings of the modules.
-    """
-
-    places: _Places
-    tensors: list[Any]
-    copies: list[Tensor | None]
-    versions: list[int]
-    attributes: list[tuple[nn.Module, dict[str, Any]]]
-
-    def changed(self) -> list[int]:
-        """Return the places with another tensor, or with another version of it."""
-        now = self.places.hanging()
-        versions = _versions(now)
-        if versions == self.versions and all(map(is_, now, self.tensors)):
-            return []
-        return [
-            i
-            for i, tensor in enumerate(now)
-            if tensor is not self.tensors[i] or versions[i] != self.versions[i]
-        ]
-
-    def put_back(self, skip: Collection[int] = ()) -> str | None:
-        """Put every tensor back in its place, with its value. Can be repeated after an error.
-
-        Returns:
-            The label of a buffer whose value was not kept, or None.
-        """
-        lost = None
-        for i, ((module, name), tensor, copy) in enumerate(
-            zip(self.places.pairs, self.tensors, self.copies, strict=True)
-        ):
-            if i in skip:
-                continue
-            if tensor is _ABSENT:
-                module._buffers.pop(name, None)
-                continue
-            module._buffers[name] = tensor
-            if copy is None:
-                lost = _label(module, name) if _versions([tensor]) != [self.versions[i]] else lost
-            elif copy.shape != tensor.shape:
-                # It was resized in place: the one case that takes memory.
-                tensor.data = copy.to(tensor.device, copy=True)
-            else:
-                # `data` has a version of its own. Graphs that saved an unchanged buffer stay valid.
-                tensor.data.copy_(copy)
-        for module, saved in self.attributes:
-            present = vars(module)
-            for name in _plain(present).keys() - saved.keys():
-                del present[name]
-            present.update(saved)
-        return lost
-
-
-_NOWHERE = _Places([], [], [])
-_NOTHING = _Snapshot(_NOWHERE, [], [], [], [])
-
-
-class _Memory:
-    """Memory for copies of buffers, which is filled again and again."""
-
-    def __init__(self) -> None:
-        self._tensors: list[Any] = []
-        self._shapes: list[torch.Size | None] = []
-        self._copies: list[Tensor | None] = []
-        self._groups: copies.Groups = []
-
-    def take(self, tensors: list[Any]) -> list[Tensor | None]:
-        """Copy the values; None for a tensor that cannot be copied."""
-        if (
-            len(tensors) != len(self._tensors)
-            or not all(map(is_, tensors, self._tensors))
-            or _shapes(tensors) != self._shapes
-        ):
-            self._prepare(tensors)
-        copies.copy(self._groups)
-        return self._copies
-
-    def _prepare(self, tensors: list[Any]) -> None:
-        # Empty until it is done: there may be no room.
-        self._tensors, self._copies, self._groups = [], [], []
-        with torch.inference_mode(False):
-            kept = [torch.empty_like(tensor) if _copyable(tensor) else None for tensor in tensors]
-        groups = copies.group(
-            (copy, tensor.detach() if tensor.requires_grad else tensor)
-            for tensor, copy in zip(tensors, kept, strict=True)
-            if copy is not None
-        )
-        self._copies, self._groups, self._shapes = kept, groups, _shapes(tensors)
-        # Detached tensors can lie elsewhere the next time.
-        if not any(map(getattr, tensors, repeat("requires_grad"), repeat(False))):
-            self._tensors = tensors
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The buffers of a model, and the facts about which of them change.
+    """The state of some modules, and the facts about which of it changes.
 
     Attributes:
         key: the loss function.
@@ -157,55 +55,64 @@ class _Layout:
         changing: the places that change.
         still: the places that are not known to change.
         plain: modules whose numbers, flags and strings go back with the buffers.
+        containers: lists, deques, sets and dicts that go back, too.
     """
 
-    key: object = _ABSENT
+    key: object = ABSENT
     modes: tuple[bool, ...] = ()
     modules: Sequence[nn.Module] = ()
     owners: Sequence[dict[str, Tensor | None]] = ()
     names: Sequence[str] = ()
     known: bool = False
-    changing: _Places = _NOWHERE
-    still: _Places = _NOWHERE
+    changing: Places = NOWHERE
+    still: Places = NOWHERE
     plain: Sequence[nn.Module] = ()
+    containers: Sequence[tuple[nn.Module, str]] = ()
 
     @cached_property
     def split_shows(self) -> bool:
-        """True if a buffer changes in a way that depends on the split.
+        """True if state changes in a way that depends on the split.
 
         Running statistics of groups that are never apart do not.
         """
-        return not all(hasattr(module, "batch_group") for module, _ in self.changing.pairs)
+        return not all(hasattr(place.module, "batch_group") for place in self.changing.all)
 
     @cached_property
     def watched(self) -> bool:
-        """True if a look after each piece can show that another buffer changes."""
+        """True if a look after each piece can show that something else changes."""
         return bool(self.still.names) or not self.known
 
     @cached_property
     def busy(self) -> bool:
-        """True if buffers are copied before each piece."""
-        return bool(self.plain or self.changing.names)
+        """True if there is something to copy before each piece."""
+        return bool(self.plain or self.changing.names or self.containers)
 
 
 class BufferCopies:
-    """Copies of the buffers that the forward changes, at the call's start and at the piece's start.
+    """Copies of the state that the forward changes, at the call's start and at the piece's start.
 
-    It is learned for each loss function which buffers change, by versions and identities. Its first
-    call copies the others to the host and compares values. Running statistics that can change
-    always count as changing, because eager BatchNorm does not raise their version.
+    It is learned for each loss function which state changes, by versions and identities. Its first
+    call looks at everything that modules keep, copies buffers and attributes to the host and
+    compares values. Running statistics that can change always count as changing, because eager
+    BatchNorm does not raise their version. Copies go to the host where they do not fit.
     """
 
-    def __init__(self) -> None:
-        self._changing: set[tuple[int, str]] = set()
+    def __init__(self, on_host: Callable[[], Any] = nullcontext) -> None:
+        """Begin without knowledge.
+
+        Args:
+            on_host: gives a context in which memory of the host is made.
+        """
+        self._on_host = on_host
+        self._changing: set[Key] = set()  # places, containers, and modules with changing numbers
         self._learned: set[object] = set()
         self._layout = _Layout()
-        self._memory = _Memory(), _Memory()
-        self._still = _NOTHING  # buffers that are not known to change, at the call's start
-        self._moved: set[int] = set()  # the ones of them that a clean piece has changed
+        self._memory = Memory(on_host), Memory(on_host)
+        self._still = NOTHING  # state that is not known to change, at the call's start
+        self._moved: set[int] = set()  # the places of it that a clean piece has changed
         self.calls = 0  # begun so far, by which a call knows whether the copies are still its own
-        self._call: _Snapshot | None = None  # None where nothing of the call has run
-        self._piece: _Snapshot | None = None  # None where nothing of the piece has run
+        self._call: Snapshot | None = None  # None where nothing of the call has run
+        self._piece: Snapshot | None = None  # None where nothing of the piece has run
 
     @property
     def watched(self) -> bool:
@@ -214,20 +121,27 @@ class BufferCopies:
 
     @property
     def busy(self) -> bool:
-        """True if buffers are copied before each piece."""
+        """True if there is something to copy before each piece."""
         return self._layout.busy
 
-    def begin_call(self, modules: Sequence[nn.Module], key: object = None) -> None:
+    def begin_call(
+        self,
+        modules: Sequence[nn.Module],
+        key: object = None,
+        companions: Sequence[nn.Module] = (),
+    ) -> None:
         """Take the snapshot of the call's start.
 
         Args:
-            modules: the owners of the buffers.
+            modules: the modules that were given.
             key: the loss function. The facts about one say nothing of another.
+            companions: other modules whose state the loss function is known to change.
         """
         self.calls += 1
         # None until there is one: a failure before that leaves nothing to put back.
         self._call = self._piece = None
-        owners = list(map(_BUFFERS, modules))
+        every = [*modules, *companions] if companions else modules
+        owners = list(map(_BUFFERS, every))
         names = list(chain.from_iterable(owners))
         modes = tuple(map(_TRAINING, compress(modules, owners)))
         layout = self._layout
@@ -235,49 +149,90 @@ class BufferCopies:
             key == layout.key
             and modes == layout.modes
             and names == layout.names
-            and modules == layout.modules
+            and every == layout.modules
         )
         if not same or not all(map(is_, owners, layout.owners)):
-            layout = self._look(_Layout(key, modes, list(modules), owners, names))
+            layout = self._look(_Layout(key, modes, list(every), owners, names), len(modules))
             self._layout = layout
-        self._still, self._moved = _NOTHING, set()
+        self._still, self._moved = NOTHING, set()
         if layout.still.names:
-            tensors = layout.still.hanging()
-            copies = [None if layout.known else _on_host(tensor) for tensor in tensors]
-            self._still = _Snapshot(layout.still, tensors, copies, _versions(tensors), [])
-        self._call = self._piece = self._take(0) if self.busy else _NOTHING
+            self._still = self._kept(layout)
+        self._call = self._piece = self._take(0) if self.busy else NOTHING
 
     def end_call(self) -> None:
         """Drop the snapshots: a call that fails before it has its own leaves the buffers alone."""
         self._call = self._piece = None
 
-    def _look(self, layout: _Layout) -> _Layout:
-        """Find out which buffers change."""
-        known = (layout.key, layout.modes) in self._learned
-        changing, still = list[tuple[nn.Module, str]](), list[tuple[nn.Module, str]]()
-        for module in layout.modules:
-            # A module of the user's can update them by a flag of its own, and BatchNorm raises no
-            # version.
-            statistics = (
-                module.training if _keeps_statistics(module) else "running_mean" in module._buffers
-            )
-            for name, tensor in module._buffers.items():
-                learned = (id(module._buffers), name) in self._changing
-                (changing if learned or (statistics and _copyable(tensor)) else still).append(
-                    (module, name)
-                )
-        plain = (
-            [
+    def leave_device(self) -> None:
+        """Put copies on the host from now on: they can be what a piece has no room for."""
+        with torch.inference_mode(False), self._on_host():
+            for snapshot in (self._call, self._piece):
+                if snapshot is not None:
+                    snapshot.leave_device()
+        for memory in self._memory:
+            memory.leave_device()
+
+    # ------------------------------------------------------------------ what there is to copy
+
+    def _look(self, layout: _Layout, given: int) -> _Layout:
+        """Find out which state changes.
+
+        Args:
+            layout: the modules.
+            given: how many of them were given: it is not known yet whether the others run.
+        """
+        known, learned = (layout.key, layout.modes) in self._learned, self._changing
+        changing, still = list[Place](), list[Place]()
+        for n, module in enumerate(layout.modules):
+            for place in _places_of(module):
+                if place.key in learned or ((known or n < given) and _always_changes(place)):
+                    changing.append(place)
+                elif not known or place.kind == "buffer":
+                    still.append(place)
+        return replace(
+            layout,
+            known=known,
+            changing=Places.of(changing),
+            still=Places.of(still),
+            plain=[
                 module
                 for module in layout.modules
-                if module._buffers and not _keeps_statistics(module)
-            ]
-            if known
-            else layout.modules
+                if not known
+                or _numbers(module) in learned
+                or (module._buffers and not _keeps_statistics(module))
+            ],
+            containers=[
+                (module, name)
+                for module in layout.modules
+                for name in containers_of(module)
+                if not known or (id(vars(module)), name) in learned
+            ],
         )
-        return replace(
-            layout, known=known, changing=_Places.of(changing), still=_Places.of(still), plain=plain
+
+    def changes(self, module: nn.Module) -> bool:
+        """Return whether state of this module is known to change."""
+        keys = {id(module._buffers), id(module._parameters), id(vars(module))}
+        return any(owner in keys for owner, _ in self._changing)
+
+    def _kept(self, layout: _Layout) -> Snapshot:
+        """Return the state that is not known to change; in a first call with its values.
+
+        Parameters are too large to keep: versions tell of them.
+        """
+        tensors = layout.still.hanging()
+        kept = [
+            None if layout.known or place.kind == "parameter" else self._host_copy(tensor)
+            for place, tensor in zip(layout.still.all, tensors, strict=True)
+        ]
+        return NOTHING._replace(
+            places=layout.still, tensors=tensors, copies=kept, versions=versions(tensors)
         )
+
+    def _host_copy(self, tensor: Any) -> Tensor | None:
+        with torch.inference_mode(False), self._on_host():
+            return tensor.detach().to("cpu", copy=True) if copyable(tensor) else None
+
+    # ------------------------------------------------------------------ around a piece
 
     def begin_piece(self) -> None:
         """Take the snapshot of the start of a piece that is not the call's first.
@@ -287,74 +242,82 @@ class BufferCopies:
         self._piece = None
         self._piece = self._take(1)
 
-    def _take(self, memory: int) -> _Snapshot:
-        layout = self._layout
-        attributes = [(module, _plain(vars(module))) for module in layout.plain]
-        if not layout.changing.names:
-            return _NOTHING._replace(attributes=attributes)
-        tensors = layout.changing.hanging()
-        return _Snapshot(
-            layout.changing,
-            tensors,
-            self._memory[memory].take(tensors),
-            _versions(tensors),
-            attributes,
-        )
+    def _take(self, memory: int) -> Snapshot:
+        return _taken(self._layout, self._memory[memory])
 
     def end_clean_piece(self) -> bool:
-        """Learn from a clean piece which buffers the forward changes.
+        """Learn from a clean piece which state the forward changes.
 
         After the first clean piece of a loss function values are compared on the host, which shows
         a change that raises no version. Buffers that the forward has made are included.
 
         Returns:
-            Whether it changes a buffer in a way that depends on the split.
+            Whether it changes state in a way that depends on the split.
         """
         layout, still = self._layout, self._still
         moved = set(still.changed()) - self._moved
         if layout.known and not moved:
             return layout.split_shows
-        made = []
+        made = list[Place]()
         if not layout.known:
             made = self._made()
-            moved.update(
-                i
-                for i, copy in enumerate(still.copies)
-                if copy is not None and not _same_bits(copy, still.tensors[i])
-            )
+            self._learn_attributes()
+            with self._on_host():
+                moved.update(
+                    i
+                    for i, copy in enumerate(still.copies)
+                    if copy is not None and not same_bits(copy, still.tensors[i])
+                )
         # Where one of several running statistics has raised its version (the count does), the
         # forward has put its module in training mode.
         owners = still.places.owners
         switched = {id(owners[i]) for i in moved if "running_mean" in owners[i]}
         moved.update(i for i, owner in enumerate(owners) if id(owner) in switched)
-        new = _Places.of([*(still.places.pairs[i] for i in sorted(moved - self._moved)), *made])
-        self._changing |= new.ids()
+        found = (i for i in sorted(moved - self._moved) if _is_state(still, i))
+        new = Places.of([*(still.places.all[i] for i in found), *made])
+        self._changing |= new.keys()
         self._learned.add((layout.key, layout.modes))
-        changing = _Places.of([*layout.changing.pairs, *new.pairs])
         # The next call looks again.
-        layout = replace(layout, key=_ABSENT, known=True, changing=changing)
-        self._layout, self._moved = layout, self._moved | moved
-        return layout.split_shows
+        self._layout = replace(
+            layout,
+            key=ABSENT,
+            known=True,
+            changing=Places.of([*layout.changing.all, *new.all]),
+            containers=[
+                each for each in layout.containers if (id(vars(each[0])), each[1]) in self._changing
+            ],
+        )
+        self._moved = self._moved | moved
+        return self._layout.split_shows
 
-    def _made(self, *, since_call: bool = False) -> list[tuple[nn.Module, str]]:
+    def _learn_attributes(self) -> None:
+        """Learn which numbers and containers the first clean piece has changed."""
+        start = self._piece or NOTHING
+        self._changing.update(
+            _numbers(module) for module, saved in start.attributes if plain_of(module) != saved
+        )
+        self._changing.update(each.key for each in start.containers if each.changed())
+
+    def _made(self, *, since_call: bool = False) -> list[Place]:
         """Return the buffers in places where there was none when the call began.
 
         Args:
             since_call: include the ones that the forward is known to make.
         """
-        call = self._call or _NOTHING
+        call = self._call or NOTHING
         there = (
-            self._still.places.ids() | (call.places if since_call else self._layout.changing).ids()
+            self._still.places.keys()
+            | (call.places if since_call else self._layout.changing).keys()
         )
         return [
-            (module, name)
+            Place(module, module._buffers, name)
             for module in self._layout.modules
             for name in module._buffers
             if (id(module._buffers), name) not in there
         ]
 
     def restore(self, *, to_call_start: bool) -> str | None:
-        """Put every buffer back, as an object and in value, and remove the ones that were made.
+        """Put all state back, as objects and in value, and remove buffers that were made.
 
         Can be repeated after an error.
 
@@ -362,87 +325,82 @@ class BufferCopies:
             to_call_start: go back to the start of the call; else to the start of the piece.
 
         Returns:
-            The label of a buffer whose earlier value was not kept (it changed for the first time in
+            The label of state whose earlier value was not kept (it changed for the first time in
             this very call), or None.
         """
         snapshot = self._call if to_call_start else self._piece
         if self._call is None:
             return None
         since_call = snapshot is self._call
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._on_host():
             lost = self._still.put_back(skip=() if since_call else self._moved)
             if snapshot is not None:
                 lost = snapshot.put_back() or lost
-        for module, name in self._made(since_call=since_call):
+        for place in self._made(since_call=since_call):
             if self._layout.known and not to_call_start:
-                lost = _label(module, name)  # made in this attempt, or in an earlier piece
-            del module._buffers[name]
+                lost = place.label  # made in this attempt, or in an earlier piece
+            del place.owner[place.name]
         if to_call_start:
             self._piece = self._call
         return lost
 
 
-def _label(module: nn.Module, name: str) -> str:
-    return f"{type(module).__name__}.{name}"
+def _taken(layout: _Layout, memory: Memory) -> Snapshot:
+    """Return the state that changes, with its values."""
+    attributes = [(module, plain_of(module)) for module in layout.plain]
+    containers = [
+        Contents.of(module, name)
+        for module, name in layout.containers
+        if isinstance(vars(module).get(name), CONTAINERS)
+    ]
+    if not layout.changing.names:
+        return NOTHING._replace(attributes=attributes, containers=containers)
+    tensors = layout.changing.hanging()
+    return Snapshot(
+        layout.changing, tensors, memory.take(tensors), versions(tensors), attributes, containers
+    )
 
 
-def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers, flags and strings: a cache and its length go back together."""
-    # The mode is the caller's to set.
-    return {
-        name: value
-        for name, value in attributes.items()
-        if isinstance(value, PLAIN) and name != "training"
-    }
+def _places_of(module: nn.Module) -> Iterator[Place]:
+    """Yield every place in which a module keeps tensors."""
+    for name in module._buffers:
+        yield Place(module, module._buffers, name)
+    gradients = GradientsOf(module._buffers)
+    for name in module._buffers:
+        yield Place(module, gradients, name, "gradient of the buffer")
+    # An embedding with a largest norm edits its rows before it looks them up: the same each time.
+    if getattr(module, "max_norm", None) is None:
+        for name in module._parameters:
+            yield Place(module, module._parameters, name, "parameter")
+    for name in tensors_of(module):
+        yield Place(module, vars(module), name, "tensor")
 
 
-def _shapes(tensors: Sequence[Any]) -> list[torch.Size | None]:
-    return list(map(getattr, tensors, repeat("shape"), repeat(None)))
+def _always_changes(place: Place) -> bool:
+    """Return whether a place is taken to change without a look.
 
-
-def _versions(tensors: Sequence[Any]) -> list[int]:
-    try:
-        return list(map(getattr, tensors, repeat("_version"), repeat(-1)))
-    except RuntimeError:  # inference tensors have no version
-        return [
-            -1
-            if isinstance(tensor, Tensor) and tensor.is_inference()
-            else getattr(tensor, "_version", -1)
-            for tensor in tensors
-        ]
-
-
-def _copyable(tensor: Any) -> TypeGuard[Tensor]:
-    """Return whether a tensor's values can be copied and compared.
-
-    Of others (sparse, nested, meta, expanded, inference) only identity and version are known.
+    A module of the user's can update running statistics by a flag of its own, and BatchNorm raises
+    no version.
     """
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.layout is torch.strided
-        and not (
-            tensor.is_meta
-            or tensor.is_nested
-            or tensor.is_quantized
-            or tensor.is_inference()
-            or 0 in tensor.stride()
-        )
-    )
+    module = place.module
+    if place.kind != "buffer" or "running_mean" not in module._buffers:
+        return False
+    updated = module.training or not _keeps_statistics(module)
+    return updated and copyable(module._buffers[place.name])
 
 
-def _on_host(tensor: Any) -> Tensor | None:
-    with torch.inference_mode(False):
-        return tensor.detach().to("cpu", copy=True) if _copyable(tensor) else None
+def _is_state(before: Snapshot, i: int) -> bool:
+    """Return whether a change is one of state: features that a module stores are none."""
+    place, then = before.places.all[i], before.tensors[i]
+    if place.kind != "tensor":
+        return True
+    now = place.owner.get(place.name)
+    return isinstance(now, Tensor) and not now.requires_grad and now.shape == then.shape
 
 
-def _same_bits(copy: Tensor, tensor: Tensor) -> bool:
-    """Return whether both have the same bits. NaN is not equal to itself, so bits are compared."""
-    a, b = copy.reshape(-1), tensor.detach().to("cpu").reshape(-1)
-    return (
-        copy.shape == tensor.shape
-        and a.dtype == b.dtype
-        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    )
+def _numbers(module: nn.Module) -> Key:
+    """Return the key of a module's numbers, flags and strings, which go back together."""
+    return id(vars(module)), ""
 
 
 def _keeps_statistics(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from elastic_mbs.dispatch import Contents
 from elastic_mbs.errors import BackwardInsideError, GradientsChangedError
 from elastic_mbs.rollback.graph import has_hook
 
@@ -86,6 +87,7 @@ class Ledger:
         self._leaves: list[torch.Tensor] = []
         self._none: list[int] = []
         self._noted = Observation([], [], {})
+        self._contents = Contents()
 
     def set_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
         """Set the leaves of the model."""
@@ -139,10 +141,12 @@ class Ledger:
     def note(self) -> None:
         """Note all gradients as they are now."""
         self._noted = self.observe()
+        self._note_contents()
 
     def forget(self) -> None:
         """Drop the notes and the extra leaves, which keeps no gradient alive."""
         self._noted = Observation([], [], {})  # in one step: an interrupt leaves all or nothing
+        self._contents = Contents()
 
     def with_gradient(self) -> set[int]:
         """Return the ids of the model's leaves that had a gradient when they were noted."""
@@ -152,12 +156,17 @@ class Ledger:
             else set(map(id, compress(self._leaves, map(is_not, self._noted.grads, repeat(None)))))
         )
 
+    def _note_contents(self) -> None:
+        noted = self._noted
+        self._contents = Contents([*noted.grads, *(each.grad for each in noted.extra.values())])
+
     def unchanged(self, *, kept: bool = False) -> bool:
         """Return whether all gradients are the same tensors, and nothing was written to them.
 
         Args:
             kept: look at versions alone (see `observe`).
         """
+        self._contents.raise_versions()
         before = self._noted
         if kept and before.complete:
             return list(map(_VERSION, before.grads)) == before.versions
@@ -172,6 +181,7 @@ class Ledger:
         Args:
             since: the gradients of before; None: as they were noted.
         """
+        self._contents.raise_versions()
         before = since or self._noted
         noted = [*zip(self._leaves, before.grads, before.versions, strict=True)]
         noted += [
@@ -207,6 +217,7 @@ class Ledger:
         if commits not in expected:
             return False
         self._noted = seen
+        self._note_contents()
         return True
 
     def check_kept(self, seen: Observation | None = None) -> None:

@@ -5,11 +5,11 @@ Source: docs/internals/autograd.md#census and #hidden-leaves.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -120,28 +120,58 @@ def drop_unrun() -> None:
 
 Found = Callable[[tuple[torch.Tensor, ...]], None]
 
-_lock = threading.Lock()
-_users = 0
+
+class _User:
+    """A block of `inner_backwards` that is open, with its function."""
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+
+
+# Weak, because an interrupt can end a block without its last lines. Without a lock, which an
+# interrupt would leave held.
+_users: WeakSet[_User] = WeakSet()
+_ours: WeakValueDictionary[int, _User] = WeakValueDictionary()  # by the number of a running graph
 _original: Callable[..., None] = torch.autograd.backward
-_ours: dict[int, Found] = {}
 
 
-def _join(found: Found) -> Callable[[Any], None]:
+def _join(user: _User) -> Callable[[Any], None]:
+    user_of = ref(user)
+
     def hook(gradients: Any) -> None:
-        _ours[torch._C._current_graph_task_id()] = found
+        there = user_of()
+        if there is not None:
+            _ours[torch._C._current_graph_task_id()] = there
 
     return hook
 
 
 def _watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    found = _ours.get(torch._C._current_graph_task_id())
-    if found is not None:
+    if not _users:  # nobody has put it back
+        _unwrap()
+    user = _ours.get(torch._C._current_graph_task_id())
+    if user is not None:
         for root in (tensors,) if isinstance(tensors, torch.Tensor | GradientEdge) else tensors:
             node = root.node if isinstance(root, GradientEdge) else root.grad_fn
             if node is not None:
-                found(walk(node).leaves)
-                node.register_prehook(_join(found))  # another one can run inside it
+                user.found(walk(node).leaves)
+                node.register_prehook(_join(user))  # another one can run inside it
     _original(tensors, *args, **kwargs)
+
+
+def _wrap() -> None:
+    global _original  # noqa: PLW0603  # the wrapped function belongs to the process
+    now = torch.autograd.backward  # once: another thread can do the same
+    if now is not _watched:
+        _original = now
+        torch.autograd.backward = _watched
+
+
+def _unwrap() -> None:
+    if torch.autograd.backward is _watched:
+        torch.autograd.backward = _original
+    if _users:  # another thread has begun meanwhile
+        _wrap()
 
 
 @contextmanager
@@ -161,20 +191,15 @@ def inner_backwards(root: Node, found: Found) -> Iterator[None]:
         root: the node where the outer backward begins.
         found: gets the leaves of each inner backward, before one of them has a commit.
     """
-    global _users, _original  # noqa: PLW0603  # the wrapped function belongs to the process
-    with _lock:
-        _users += 1
-        # Not by the number of users, which an interrupt can leave too high.
-        if torch.autograd.backward is not _watched:
-            _original, torch.autograd.backward = torch.autograd.backward, _watched
-    handle = root.register_prehook(_join(found))
+    user, handle = _User(found), None
     try:
+        _users.add(user)
+        _wrap()
+        handle = root.register_prehook(_join(user))
         yield
     finally:
-        handle.remove()
-        for task in [task for task, owner in _ours.items() if owner is found]:
-            del _ours[task]
-        with _lock:
-            _users -= 1
-            if _users == 0 and torch.autograd.backward is _watched:
-                torch.autograd.backward = _original
+        _users.discard(user)
+        if not _users:
+            _unwrap()
+        if handle is not None:
+            handle.remove()

@@ -48,19 +48,25 @@ class RandomStreams:
         for accelerator in map(accelerator_of, devices):
             if accelerator is not None:
                 self._torch.append(accelerator.random_stream)
-        self._torch += [
-            generator for generator in generators if isinstance(generator, torch.Generator)
-        ]
         self._hosts: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
             (random.getstate, random.setstate)
         ]
-        self._hosts += [
-            _accessors(generator)
-            for generator in generators
-            if not isinstance(generator, torch.Generator)
-        ]
+        self._own: list[Any] = []  # the user's own, known by identity
+        self.add(generators)
         self._knows_numpy = False
         self.draws_on_host = False
+
+    def add(self, generators: Iterable[Any]) -> None:
+        """Read these generators of the user's, too. No call may be running."""
+        known = set(map(id, self._own))
+        for generator in generators:
+            if id(generator) in known or any(generator is each for each in self._torch):
+                continue
+            self._own.append(generator)
+            if isinstance(generator, torch.Generator):
+                self._torch.append(generator)
+            else:
+                self._hosts.append(_accessors(generator))
 
     def read(self, *, hosts: bool = False) -> StreamState:
         """Return the present states.

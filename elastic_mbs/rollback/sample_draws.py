@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from elastic_mbs.dispatch import VersionedMode, run
 from elastic_mbs.errors import UsageError
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ _WORD = 2**64
 Fill = Callable[[Tensor, torch.Generator], object]
 
 
-class SampleDraws(TorchDispatchMode):
+class SampleDraws(VersionedMode):
     """A mode in which each draw has a part for each sample of a piece.
 
     Args:
@@ -35,21 +35,21 @@ class SampleDraws(TorchDispatchMode):
     """
 
     def __init__(self, start: int, stop: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._start = start
         self._samples = stop - start
 
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         """Run an operation, and draw for it where it is random."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
-            return func(*args, **kwargs)
+            return run(func, args, kwargs)
         draw = _DRAWS.get(func)
         if draw is None or kwargs.get("generator") is not None:
             own = " with a generator of its own" if draw is not None else ""

@@ -52,7 +52,6 @@ class SavedTensorTable:
     def __init__(self) -> None:
         self._slots: list[weakref.ref[Slot]] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, methodcaller("get"))
-        self._entered = False
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
         slot = self._slot(tensor)
@@ -64,7 +63,7 @@ class SavedTensorTable:
         return Slot(tensor)
 
     def __enter__(self) -> Self:
-        self._entered = not self._hooks.__enter__()  # type: ignore[func-returns-value]  # in one line: an interrupt leaves both or none
+        self._hooks.__enter__()
         return self
 
     def __exit__(
@@ -73,8 +72,13 @@ class SavedTensorTable:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._entered:
-            self._entered = bool(self._hooks.__exit__(kind, error, trace))  # type: ignore[func-returns-value]
+        # By what is in place, and not by a flag: an interrupt can strike inside torch's own lines.
+        while self._in_place():
+            self._hooks.__exit__(kind, error, trace)
+
+    def _in_place(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] is self._hooks.pack_hook
 
     def empty(self) -> None:
         """Releases every tensor saved so far."""

@@ -1,4 +1,4 @@
-"""The run log, written and read: one line of JSON per event.
+"""The run log: one line of JSON per event.
 
 It is made for people with `jq`, for `elastic-mbs report` and for `elastic-mbs watch`.
 
@@ -43,26 +43,15 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
-from elastic_mbs import events
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone, Event, GuardedSink
 
 SCHEMA = 1
-EMPTY = (
-    "there is no line of a run log in it: name a file that ElasticMBS(..., log=...) writes, and "
-    "wait for its first call"
-)
-_EVENTS = {
-    kind.__name__: kind
-    for kind in vars(events).values()
-    if isinstance(kind, type) and issubclass(kind, Event)
-}
 
 
 class RunLog(GuardedSink):
@@ -147,13 +136,16 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
     ):
         raise UsageError(f"log={path!r} is no path: give the name of a file, such as 'run.jsonl'")
     found = Path(path)
-    if not found.parent.is_dir():
-        raise UsageError(
-            f"log={os.fspath(path)!r}: there is no folder {str(found.parent)!r}; make it first"
-        )
-    if found.exists() and not found.is_file() and not found.is_char_device():
-        kind = "a folder" if found.is_dir() else "no ordinary file"
-        raise UsageError(f"log={os.fspath(path)!r} is {kind}; name a file, such as 'run.jsonl'")
+    try:
+        if not found.parent.is_dir():
+            raise UsageError(
+                f"log={os.fspath(path)!r}: there is no folder {str(found.parent)!r}; make it first"
+            )
+        if found.exists() and not found.is_file() and not found.is_char_device():
+            kind = "a folder" if found.is_dir() else "no ordinary file"
+            raise UsageError(f"log={os.fspath(path)!r} is {kind}; name a file, such as 'run.jsonl'")
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise UsageError(f"log={os.fspath(path)!r}: {error.strerror or error}") from error
     return found.absolute()
 
 
@@ -193,112 +185,3 @@ def _line(record: Mapping[str, object]) -> bytes:
         for key, value in record.items()
     }
     return json.dumps(finite, separators=(",", ":")).encode() + b"\n"
-
-
-# ---------------------------------------------------------------------- reading
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An event of a run log."""
-
-    event: Event | None  # None where this version has no such event, or one with other fields
-    t: float  # seconds since its run began
-    record: Mapping[str, Any]  # object of the line
-
-
-@dataclass
-class Run:
-    """A run of a run log."""
-
-    id: str
-    header: Mapping[str, Any] = field(default_factory=dict)  # the first one; empty where none is
-    entries: list[Entry] = field(default_factory=list)  # in the order of the file
-
-
-class Reader:
-    """The runs of a log, put together from its lines as they come."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, Run] = {}  # by id, in the order in which they began
-
-    def feed(self, line: bytes) -> Run | None:
-        """Take one line, and return its run; None where it is not a whole line of a run log.
-
-        Raises:
-            UsageError: the line is a header of an unknown schema.
-        """
-        try:
-            record = json.loads(line)
-            is_event = "event" in record
-            entry = Entry(_decode(record), float(record["t"]), record) if is_event else None
-            name = str(record["run"])
-            schema = SCHEMA if is_event else record["schema"]
-            float(record["time"])
-        except (KeyError, TypeError, ValueError, RecursionError):
-            # left unfinished by a killed process or a full disk, or not ours
-            return None
-        if schema != SCHEMA:
-            raise UsageError(
-                f"this log is of schema {schema!r}, and this elastic_mbs reads schema {SCHEMA}: "
-                "use the version that wrote it"
-            )
-        run = self.runs.setdefault(name, Run(name))
-        if entry is not None:
-            run.entries.append(entry)
-        else:
-            run.header = run.header or record
-        return run
-
-
-def read_runs(lines: Iterable[bytes]) -> list[Run]:
-    """Return the runs of a log from the lines of its file; a UsageError where there is none."""
-    reader = Reader()
-    for line in lines:
-        reader.feed(line)
-    if not reader.runs:
-        raise UsageError(EMPTY)
-    return list(reader.runs.values())
-
-
-def read_log(path: Path) -> list[Run]:
-    """Return the runs of a file; a UsageError of one line where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return read_runs(file)
-    except (OSError, UsageError) as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError | UsageError) -> UsageError:
-    """Return the error, in one line, of a file that cannot be read."""
-    return UsageError(f"{path}: {getattr(error, 'strerror', None) or error}")
-
-
-def _decode(record: Mapping[str, Any]) -> Event | None:
-    """Return the event; None where this version has no such event, or one with other fields."""
-    try:
-        kind = _EVENTS[record["event"]]
-        return kind(
-            **{
-                item.name: _checked(record[item.name], str(item.type))
-                for item in fields(kind)
-                if item.name in record
-            }
-        )
-    except (KeyError, TypeError):
-        return None  # unknown name, other type, or a field without a default is missing
-
-
-def _checked(value: Any, declared: str) -> Any:
-    """Return a JSON value for a field of a declared type, such as "int | None".
-
-    Raises:
-        TypeError: the field cannot hold it.
-    """
-    if "float" in declared and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    name = "None" if value is None else type(value).__name__
-    if name not in declared.replace("float", "float | int").split(" | "):
-        raise TypeError(f"{value!r} is not of type {declared}")
-    return value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastic_mbs.dispatch import VersionedMode, run
 
 
 def can_allocate(operation: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
@@ -22,7 +23,7 @@ def can_allocate(operation: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     )
 
 
-class InjectOOM(TorchDispatchMode):
+class InjectOOM(VersionedMode):
     """A `with` block in which chosen operations, forward and backward, run out of memory.
 
     Args:
@@ -34,10 +35,8 @@ class InjectOOM(TorchDispatchMode):
         hits: names of the operations that failed.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, at: Iterable[int] = (), always_from: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self._at = frozenset(at)
         self._always_from = always_from
         self.count = 0
@@ -62,9 +61,9 @@ class InjectOOM(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         if isinstance(func, torch._ops.OpOverload) and can_allocate(func, args):
             try:
@@ -72,4 +71,4 @@ class InjectOOM(TorchDispatchMode):
             except torch.OutOfMemoryError:
                 args, kwargs = (), None  # the error's traceback keeps this frame
                 raise
-        return func(*args, **(kwargs or {}))
+        return run(func, args, kwargs)

@@ -20,15 +20,15 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_mbs import Policy
+from elastic_mbs.dispatch import VersionedMode, run
 from elastic_mbs.errors import UsageError
 
 from ..console import (
@@ -112,11 +112,11 @@ def draw(rng: random.Random, operations: int, range_: Range) -> list[Blow]:
     return sorted(found, key=lambda blow: blow.at)
 
 
-class Blows(TorchDispatchMode):
+class Blows(VersionedMode):
     """A block in which memory moves as drawn; after it there is ample memory."""
 
     def __init__(self, limit: MemoryLimit, range_: Range, blows: Sequence[Blow]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self._limit = limit
         self._range = range_
         self._blows = list(reversed(blows))
@@ -136,12 +136,12 @@ class Blows(TorchDispatchMode):
         self,
         func: Any,
         types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         self._count += 1
         self._move()
-        return func(*args, **(kwargs or {}))
+        return run(func, args, kwargs)
 
     def _move(self) -> None:
         while self._blows and self._blows[-1].at <= self._count:

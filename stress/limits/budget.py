@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elastic_mbs.dispatch import VersionedMode, run
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import MemoryBudget
 
@@ -61,14 +61,14 @@ class BudgetLimit(HostLimit):
         self.budget.reset_peak()
 
 
-class _BlockLimit(TorchDispatchMode):
+class _BlockLimit(VersionedMode):
     """A mode that refuses storages above a size.
 
     It lies below the budget, so that a storage that it refuses has not been counted.
     """
 
     def __init__(self, budget: MemoryBudget) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self._budget = budget
         self.largest: int | None = None
 
@@ -76,10 +76,10 @@ class _BlockLimit(TorchDispatchMode):
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = run(func, args, kwargs)
         largest = self.largest
         # this thread is inside `on_host` now
         if largest is None or ((mode := self._budget._mode()) is not None and mode.paused > 0):

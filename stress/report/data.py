@@ -63,6 +63,7 @@ def run_data(run: Run) -> RunData:
             for end, step in zip(ends, steps, strict=True)
         ],
         marks=marks,
+        events=len(marks),
     )
 
 

@@ -259,6 +259,33 @@ def test_a_field_that_the_constructor_computes_is_refused_until_it_is_named() ->
     assert BatchView(Counted(X), {"rows": None}).piece(0, 2).rows == 6
 
 
+@dataclass
+class Sized:
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.size = len(self.x)
+        self.classes = 4
+
+
+def test_a_number_of_samples_that_the_constructor_keeps_is_refused_until_it_is_named() -> None:
+    with pytest.raises(BatchError, match=r'"size" of .*Sized is 6') as caught:
+        BatchView(Sized(X))
+    assert 'dims=cut.whole("size")' in str(caught.value)
+    assert "register_splitter(Sized" in str(caught.value)
+    assert BatchView(Sized(X), {"size": None}).piece(0, 2).size == 6
+    with pytest.raises(BatchError, match=r'"0\.size"'):
+        BatchView((Sized(X), X))
+
+
+def test_a_number_that_was_another_one_in_an_earlier_batch_is_no_number_of_samples() -> None:
+    known = BatchView(Sized(X[:5]), {"size": None}).known_lists
+    few = BatchView(Sized(X[:4]), {"size": None}, known)
+    assert few.piece(0, 2).classes == 4
+    with pytest.raises(BatchError, match='"classes"'):
+        BatchView(Sized(X[:4]), {"size": None})
+
+
 class Elsewhere(UserDict[str, Any]):
     """A dict that looks first in another place, which all pieces would share."""
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_mbs import ElasticMBS, MemoryOptions, Warned
+from elastic_mbs import ElasticMBS, MemoryOptions, Warned, cut
 from elastic_mbs.batch.counts import Counts, count_tokens, looks_like_token_labels
 from elastic_mbs.batch.pieces import partition
 from elastic_mbs.batch.reader import first_look
@@ -270,12 +270,13 @@ def test_tokens_are_counted_along_the_dimension_that_holds_the_samples(
 def test_labels_in_a_list_of_fields_are_not_counted_as_samples() -> None:
     column = torch.tensor([1, -100, 1, 1])
     # what default_collate makes of lists of four
-    view = BatchView({"x": torch.zeros(4), "labels": [column] * 4})
+    view = BatchView({"x": torch.zeros(4), "labels": [column] * 4}, cut.fields("labels"))
     with pytest.raises(CountError, match="found 4 fields of 4 samples each"):
         Counts.read(count_tokens(), view)
     assert terms(count_tokens(lambda batch: torch.stack(batch["labels"], 1)), view) == [4, 0, 4, 4]
     with pytest.raises(CountError, match="found 2 fields of 2 samples each"):
-        Counts.read(count_tokens(lambda batch: batch), BatchView([column[:2], column[:2]]))
+        pair = BatchView([column[:2], column[:2]], cut.fields())
+        Counts.read(count_tokens(lambda batch: batch), pair)
 
 
 @pytest.mark.parametrize(

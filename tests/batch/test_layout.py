@@ -46,7 +46,7 @@ def test_dims_say_by_name_path_or_index_where_the_samples_are(
     batch: Any, dims: dict[Any, Any]
 ) -> None:
     view = BatchView(batch, dims)
-    assert (view.length, BatchView(view.piece(1, 3), dims).length) == (4, 2)
+    assert (view.length, BatchView(view.piece(1, 3), dims, view.known_lists).length) == (4, 2)
 
 
 def generator() -> Iterator[int]:
@@ -98,11 +98,16 @@ def test_a_type_that_cannot_be_cut_is_refused_with_the_way_out(value: Any, name:
         assert len(text.splitlines()[0]) < 120
 
 
+HOLES = torch.nested.narrow(
+    torch.ones(2, 5), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged
+)
+
+
 @pytest.mark.parametrize(
     ("value", "name"),
     [
         (rows(2, 2).to_sparse(), "sparse_coo"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged), "nested"),
+        (HOLES, "nested"),
     ],
 )
 def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, name: str) -> None:
@@ -118,66 +123,70 @@ def test_sparse_and_nested_tensors_are_refused_with_the_reason(value: Tensor, na
 
 
 @pytest.mark.parametrize(
-    ("batch", "expected"),
+    ("batch", "samples", "line"),
     [
+        # a stack of three parts like input_ids
+        ({"input_ids": rows(8, 5), "position_ids": rows(3, 8, 5)}, 8, '{"position_ids": 1}'),
+        ({"images": [rows(3, 4) for _ in range(8)], "y": rows(8)}, 8, 'cut.items("images")'),
+        ([[rows(3, i) for i in range(1, 9)], rows(8)], 8, 'cut.items("0")'),
+        ([torch.ones(5), torch.ones(7)], 2, "cut.items()"),
         (
-            {"input_ids": rows(8, 5), "position_ids": rows(3, 8, 5)},
-            ['dims={"position_ids": 1}', '"position_ids": shape (3, 8, 5), 3 on dim 0'],
+            {"images": [rows(3, i) for i in (4, 5)], "p": rows(3, 2, 6), "x": rows(2, 6)},
+            2,
+            'cut.items("images") | {"p": 1}',
         ),
         (
-            {"input_ids": rows(8, 5), "mask": rows(5, 5)},
-            ['dims=cut.whole("mask")', '"input_ids": shape (8, 5), 8 on dim 0'],
-        ),
-        ({"position_ids": rows(1, 5), "input_ids": rows(8, 5)}, ['dims=cut.whole("position_ids")']),
-        ({"in": {"p": rows(2, 8)}, "x": rows(8), "y": rows(8)}, ['dims={"in.p": 1}']),
-        (
-            {"images": [rows(3, 4) for _ in range(8)], "labels": rows(8)},
-            ['dims=cut.items("images")', "disagree on its length: 3 and 8"],
-        ),
-        ([[rows(3, i) for i in range(1, 9)], rows(8)], ['dims=cut.items("0")']),
-        (
-            {"x": rows(8), "classes": ["cat", "dog"]},
-            ['dims=cut.whole("classes")', '"classes": list of 2 items'],
-        ),
-        ({"x": rows(8), "extra": []}, ['dims=cut.whole("extra")']),
-        (
-            {"x": rows(8), "t": [{"a": rows(5)}, {"a": rows(6)}]},
-            ['dims=cut.whole("t")', '"t": list of 2 items'],
+            # pictures and targets, as torchvision's collate function makes them
+            tuple(zip(*[(rows(3, i, 4), {"boxes": rows(i, 4)}) for i in (2, 5)], strict=True)),
+            2,
+            'cut.items("0", "1")',
         ),
         (
-            {"x": rows(8), "y": rows(7), "t": [{"a": rows(5)}]},
-            [
-                'if it has 8 samples: dims=cut.whole("y", "t")',
-                "disagree on its length: 1 and 7 and 8",
-            ],
+            [[rows(3, i) for i in (4, 5)], [{"a": rows(i)} for i in (6, 7)]],
+            2,
+            'cut.items("0", "1")',
         ),
-        ({"x": rows(8), "a": np.zeros((2, 8))}, ['dims={"a": 1}', '"a": shape (2, 8), 2 on dim 0']),
-        (
-            [rows(5), rows(7)],
-            ['if it has 5 samples: dims=cut.whole("1")', "if it has 2 samples: dims=cut.items()"],
-        ),
-        ({str(i): rows(8 + i % 2) for i in range(15)}, ["… and 3 more"]),
-        (
-            {"p": rows(3, 8), "m": rows(5), "t": ["a"] * 3, "x": rows(8)},
-            ['if it has 8 samples: dims={"p": 1} | cut.whole("m", "t")'],
-        ),
-        ({"position_ids": rows(3, 8, 5), "input_ids": rows(8, 5)}, ['dims={"position_ids": 1}']),
-        ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, ['dims=cut.whole("v.0", "v.1")']),
     ],
 )
-def test_lengths_that_disagree_are_named_with_the_line_to_add(
-    batch: Any, expected: list[str]
+def test_the_line_for_a_reading_that_shapes_support_is_right(
+    batch: Any, samples: int, line: str
 ) -> None:
-    with pytest.raises(
-        BatchError, match=r"^the parts of the batch disagree on its length: "
-    ) as caught:
+    with pytest.raises(BatchError, match=r"^the parts of the batch disagree on its length: ") as at:
         BatchView(batch)
-    for text in expected:
-        assert text in str(caught.value)
-    lines = re.findall(r"if it has (\d+) samples: dims=(.*)", str(caught.value))
-    assert lines
-    for length, dims in lines:
-        assert BatchView(batch, eval(dims)).length == int(length), "each is right when it is pasted"
+    found = re.findall(r"if it has (\d+) samples, .*: dims=(.*)", str(at.value))
+    assert found == [(str(samples), line)]
+    assert BatchView(batch, eval(line)).length == samples
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ({"input_ids": rows(8, 5), "mask": rows(5, 5)}, '"mask": shape (5, 5), 5 on dim 0'),
+        ({"position_ids": rows(1, 5), "input_ids": rows(8, 5)}, "disagree on its length: 1 and 8"),
+        ({"in": {"p": rows(2, 8)}, "x": rows(8), "y": rows(8)}, '"in.p": shape (2, 8)'),
+        ({"x": rows(8), "classes": ["cat", "dog"]}, '"classes": list of 2 items'),
+        ({"x": rows(8), "extra": []}, '"extra": list of 0 items'),
+        ({"x": rows(8), "t": [{"a": rows(5)}, {"a": rows(6)}]}, '"t": list of 2 items'),
+        ({"x": rows(8), "y": rows(7), "t": [{"a": rows(5)}]}, "on its length: 1 and 7 and 8"),
+        ({"x": rows(8), "a": np.zeros((2, 8))}, '"a": shape (2, 8), 2 on dim 0'),
+        ({str(i): torch.ones(8 + i % 2, 2) for i in range(15)}, "… and 9 more"),
+        ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, '"v.1": shape (5, 4)'),
+        ({"boxes": rows(9, 4), "image": rows(4, 3, 9)}, "9 rows do not divide by 4 samples"),
+    ],
+)
+def test_where_shapes_support_no_reading_the_ways_are_named_and_no_line(
+    batch: Any, says: str
+) -> None:
+    # a size that occurs on another dimension supports nothing: it can be a coincidence
+    with pytest.raises(BatchError) as caught:
+        BatchView(batch)
+    text = str(caught.value)
+    assert says in text
+    assert "if it has" not in text
+    assert "cut.ragged(..., by=...)" in text
+    assert "cut.items(...)" in text
+    assert "register_splitter" in text
+    assert len(text.splitlines()) < 15
 
 
 @pytest.mark.parametrize(

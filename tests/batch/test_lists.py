@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from elastic_mbs import cut
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
-from tests.helpers.batches import Named, rows
+from tests.helpers.batches import rows
 
 LISTS: list[tuple[Any, Any, Callable[[Any], Any], Any]] = [
     ([rows(4), rows(4, 2)], None, lambda piece: [part.shape[0] for part in piece], [2, 2]),
@@ -231,7 +231,6 @@ def test_lists_of_one_length_are_asked_about(parts: list[str]) -> None:
     )
     for certain in (
         (torch.zeros(5), lists[0]),
-        (Named(*lists), lists[0]),
         (lists[0], lists[1][:2]),
         {"x": lists[0]},
     ):

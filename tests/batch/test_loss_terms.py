@@ -47,6 +47,7 @@ NAMED = Named(LOSS, "logits")
         (LOSS, None),
         ((LOSS, "logits"), "logits"),
         ([LOSS, "logits"], "logits"),
+        ([LOSS, LOSS.detach()], LOSS.detach()),
         ((LOSS, "logits", "more"), ("logits", "more")),
         ((LOSS,), None),
         ((LOSS, None), None),

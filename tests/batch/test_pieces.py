@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.batch.pieces import (
-    Costs,
+    PaddedCosts,
+    RowCosts,
     aligned,
     longest,
     partition,
@@ -79,7 +80,7 @@ def test_the_smallest_size_for_a_count_is_the_smallest(
 def test_samples_that_differ_are_cut_by_what_they_cost(
     falling: list[int], size: int, minimum: int, align: int, most: int
 ) -> None:
-    costs, n = Costs(sorted(falling, reverse=True)), len(falling)
+    costs, n = PaddedCosts(sorted(falling, reverse=True)), len(falling)
     pieces = costs.partition(0, n, size, minimum=minimum, align=align, most=most)
     assert [start for start, _ in pieces] + [n] == [0] + [stop for _, stop in pieces]
     lengths = [stop - start for start, stop in pieces]
@@ -95,3 +96,38 @@ def test_samples_that_differ_are_cut_by_what_they_cost(
         for start, stop in pieces:
             halved = costs.partition(start, stop, max(1, costs.worth(start, stop) // 2), most=most)
             assert len(halved) > 1 or costs.worth(start, stop) == 1
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    st.integers(1, 45),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 40),
+)
+def test_samples_in_any_order_are_cut_by_the_sum_of_what_they_cost(
+    each: list[int], size: int, minimum: int, align: int, most: int
+) -> None:
+    costs, n = RowCosts(each), len(each)
+    pieces = costs.partition(0, n, size, minimum=minimum, align=align, most=most)
+    assert [start for start, _ in pieces] + [n] == [0] + [stop for _, stop in pieces]
+    lengths = [stop - start for start, stop in pieces]
+    assert all(length % align == 0 for length in lengths[:-1])
+    assert min(lengths) >= min(minimum, n)
+    assert (costs.unit, costs.samples) == (max(each), -(-sum(each) // max(each)))
+    start, stop, cost = costs.example(size)
+    assert cost == sum(each[start:stop]) / max(each) <= size
+    assert max(each[start:stop]) == max(each)
+    assert (start, stop) == (0, n) or cost > size - 1
+    if minimum == align == 1:
+        assert max(lengths) <= most
+        assert all(sum(each[start:stop]) <= size * max(each) for start, stop in pieces)
+        for start, stop in pieces:
+            halved = costs.partition(start, stop, max(1, costs.worth(start, stop) // 2), most=most)
+            assert len(halved) > 1 or costs.worth(start, stop) == 1
+
+
+@given(st.integers(1, 40), st.integers(1, 45))
+def test_samples_that_cost_the_same_are_cut_to_the_size(n: int, size: int) -> None:
+    pieces = RowCosts([7] * n).partition(0, n, size, most=n)
+    assert max(stop - start for start, stop in pieces) == longest(n, size)

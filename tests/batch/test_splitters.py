@@ -1,5 +1,6 @@
 """A registered type is measured, cut and moved by its functions, and their results checked."""
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -73,6 +74,7 @@ def test_a_registered_type_and_its_subclasses_are_cut_and_moved(cls: type[Ragged
     register()
     view = BatchView(batch)
     assert (view.length, view.elements, len(view.tensors)) == (3, 4, 2)
+    assert view.piece(0, 3)["r"] is batch["r"], "the whole batch is not cut, which can take long"
     assert BatchView(((batch["r"], batch["y"]),)).length == 3
     piece = view.piece(1, 3)
     assert type(piece["r"]) is cls
@@ -92,6 +94,7 @@ def test_a_registered_type_may_be_cut_into_another_type() -> None:
     batch = Ragged(torch.ones(2), [1, 2])
     view = BatchView(batch)
     assert view.piece(0, 1) == [1]
+    assert view.piece(0, 2) == [1, 2], "the type does not depend on the size"
     assert view.tensors == []
     assert map_tensors(batch, torch.clone) is batch
 
@@ -146,3 +149,14 @@ def test_results_of_registered_functions_are_checked(
 def test_a_bad_registration_is_refused(cls: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         register_splitter(cls, **{"length": len, "slice": cut, **changes})
+
+
+def test_the_class_named_for_registration_can_be_imported() -> None:
+    # PyG makes the class of a batch at run time, from Batch and the class of its graphs
+    made = type("RaggedBatch", (Ragged,), {})
+    with pytest.raises(BatchError, match="RaggedBatch, which cannot be cut") as caught:
+        BatchView([made(torch.zeros(1), []), torch.zeros(1)])
+    call = str(caught.value).split("register_splitter(")[1].split(",")[0]
+    assert call == f"{Ragged.__module__}.Ragged"
+    module, _, name = call.rpartition(".")
+    assert getattr(sys.modules[module], name) is Ragged

@@ -15,7 +15,7 @@ from elastic_mbs.cli.report.data import RunData, read_run
 from elastic_mbs.cli.report.page import page
 from elastic_mbs.cli.report.scale import Point, decimate
 from elastic_mbs.events import CallDone, CallFailed, Event, Resized, SensorLost, Warned
-from elastic_mbs.sinks.run_log import Entry, Run, read_runs
+from elastic_mbs.sinks.log_reader import Entry, Run, read_runs
 from tests.helpers.events import ANY_EVENT, GROWN, KEY, MIB, ONE_OF_EACH, RUN, done, failure, log_of
 
 Events = list[tuple[float, Event]]

@@ -15,7 +15,8 @@ from elastic_mbs.cli import command
 from elastic_mbs.cli.watch.follow import EVENTS, Follower, State
 from elastic_mbs.cli.watch.panel import panel
 from elastic_mbs.events import Event, Warned
-from elastic_mbs.sinks.run_log import Entry, event_line, read_runs
+from elastic_mbs.sinks.log_reader import Entry, read_runs
+from elastic_mbs.sinks.run_log import event_line
 from tests.helpers.events import ANY_EVENT, KEY, RUN, done, failure, log_of
 
 
@@ -27,7 +28,7 @@ def frame(state: State, now: float = 0.0, width: int = 120) -> str:
 
 def state_of(told: list[tuple[float, Event]]) -> State:
     (run,) = read_runs(log_of(told).splitlines())
-    state = State(run.header)
+    state = State(run)
     for entry in run.entries:
         state.add(entry)
     return state
@@ -88,7 +89,7 @@ def path(tmp_path: Path) -> Path:
 
 def calls_of(follower: Follower) -> int:
     follower.read()
-    return 0 if follower.current is None else follower.current.calls
+    return 0 if follower.current is None else follower.current.run.totals.calls
 
 
 def test_lines_count_when_they_are_whole(path: Path) -> None:
@@ -158,3 +159,12 @@ def test_without_rich_it_says_which_extra_is_missing(
     )
     assert command.main(["watch", str(tmp_path / "run.jsonl")]) == 2
     assert "pip install 'elastic-mbs[tui]'" in capsys.readouterr().err
+
+
+def test_what_a_log_holds_does_not_steer_the_terminal() -> None:
+    state = state_of([(1.0, done()), (2.0, Warned("run", "topic", "\x1b[2J\x9b31m\rgone\a"))])
+    state.run.header = {"name": "\x1b]0;title\x07", "host": "\x1b[31mred"}
+    state.run.totals.sizes = {"\x1b[5m": 4}
+    shown = frame(state)
+    assert not [sign for sign in shown if not sign.isprintable() and sign != "\n"]
+    assert "gone" in shown

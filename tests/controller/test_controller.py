@@ -222,10 +222,10 @@ def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
 
 
 SAVED = (
-    '{"version": 2, "tracks": [{"name": "loss", "mode": "train", "shape": 0, "size": 24, '
+    '{"version": 3, "tracks": [{"name": "loss", "mode": "train", "shape": 0, "size": 24, '
     '"patience": 5, "epoch": 5, "clean": 1, "calls": 1, '
-    '"cooldown_left": 3.5, "fragmentation": 1.0, "passed_with": [16, 5000], "trial": [16, 16, 3, '
-    '96], "ceilings": [[32, 31, null, 7.5], '
+    '"cooldown_left": 3.5, "fragmentation": 1.0, "proven": [[16, 5000]], "trial": [16, 16, 3, '
+    '5000, 96, false], "ceilings": [[32, 31, null, 7.5], '
     '[64, 63, 5000, 0.0]], "recent": [[48, 1], [48, 1]], "memory": [[16, [260, 260], 2], [24, '
     '[340], 3]], "time": [[16, 0.26], [24, 0.34]]}]}'
 )
@@ -240,12 +240,15 @@ MALFORMED = [
     ("cooldown_left", float("nan")),
     ("fragmentation", 10**400),
     ("trial", [1, 2, 3]),
-    ("passed_with", [1, "x"]),
+    ("proven", [1, 2]),
+    ("proven", [[1, "x"]]),
     ("ceilings", [[1, 2]]),
     ("ceilings", [[1, 2, 3, 0.0]]),
     ("ceilings", [[2, 1, 3, -1.0]]),
     ("recent", [[0, 2]]),
     ("recent", []),
+    ("recent", [[2**62, 1]]),
+    ("memory", [[16, [260], 2**62]]),
     ("memory", [[1, 2, 3]]),
     *(
         ("memory", [row])
@@ -325,9 +328,9 @@ def changed(name: str, *value: object) -> dict[str, object]:
         ({}, "version None"),
         ({"version": 99, "tracks": []}, "version 99"),
         ([], r"version \[\]"),
-        ({"version": 2}, "'tracks'"),
-        ({"version": 2, "tracks": [3]}, "malformed"),
-        ({"version": 2, "tracks": [{}]}, "'name'"),
+        ({"version": 3}, "'tracks'"),
+        ({"version": 3, "tracks": [3]}, "malformed"),
+        ({"version": 3, "tracks": [{}]}, "'name'"),
         *((changed(name), f"'{name}'") for name in FIELDS),
         *((changed(name, value), "malformed") for name, value in MALFORMED),
     ],
@@ -348,3 +351,14 @@ def test_a_saved_state_loads_and_is_written_as_it_was() -> None:
     driver.controller.load_state_dict(json.loads(SAVED))
     assert json.dumps(driver.controller.state_dict()) == SAVED
     assert driver.failing(24, samples=48)[1] == Move(12, 16, "limit")
+
+
+@pytest.mark.parametrize("seconds", [1e-12, 1.0])
+def test_a_saved_state_of_huge_sizes_ends_no_call(seconds: float) -> None:
+    driver = Driver()
+    state = changed("time", [[2**62, seconds], [2**61, seconds]])
+    state["tracks"][0]["memory"] = [[2**62, [2**62], 1]]  # type: ignore[index]  # it is a list
+    driver.controller.load_state_dict(state)
+    for _ in range(6):
+        driver.clean(48)
+    assert driver.controller.models()

@@ -101,7 +101,7 @@ def test_without_any_peak_growth_goes_on_only_while_no_ceiling_stands() -> None:
     driver = Driver(8)
     driver.need = None
     assert driver.until_move()[1] == Move(8, 16, "grow")
-    driver.failing(16, 8)
+    driver.failing(16)
     assert driver.until_move(100) == (100, None)
 
 

@@ -81,11 +81,7 @@ class ControllerMachine(RuleBasedStateMachine):
             assert ran.move.reason != "grow" or self.job.policy.grow
             # The double of what really ran: where the minimum wins, a piece is longer than the
             # size, but shorter than twice the minimum. Or a size that has run before.
-            before = max(
-                last - first
-                for earlier in self.job.history
-                for first, last in earlier.pieces or [(0, 0)]
-            )
+            before = max(earlier.size for earlier in self.job.history)
             assert ran.move.reason != "grow" or ran.move.after <= max(
                 2 * ran.move.before, 4 * self.limits.floor, before
             )

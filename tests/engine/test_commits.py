@@ -121,7 +121,7 @@ def test_gradients_wider_than_their_leaves_keep_their_type(there: bool) -> None:
     fail = FailOn(2, error=lambda: ValueError("a mistake"))
     with pytest.raises(ValueError, match="a mistake") as caught:
         mbs.backward(failing(model, fail), batch)
-    assert ["may hold a part of it" in note for note in caught.value.__notes__] == [True]
+    assert any("may hold a part of it" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("start", ["empty", "zeros", "isolated"])

@@ -22,6 +22,7 @@ from tests.helpers.steps import (
     Pair,
     cross_entropy,
     elastic,
+    elsewhere,
     failing,
     grads,
     mlp,
@@ -232,7 +233,7 @@ def test_disabled_knows_the_total_and_takes_batches_that_could_not_be_cut(
 @pytest.mark.parametrize("door", [*DOORS, "evaluate"])
 def test_the_batch_is_brought_to_the_model_either_way(door: Any, enabled: bool) -> None:
     """A loader on the host goes with a model on a device, also with the runtime disabled."""
-    model, batch, seen = nn.Linear(6, 4, device="meta"), torch.zeros(4, 6), list[str]()
+    model, batch, seen = elsewhere(nn.Linear(6, 4)), torch.zeros(4, 6), list[str]()
 
     def loss_fn(x: Tensor) -> Tensor:
         seen.append(x.device.type)

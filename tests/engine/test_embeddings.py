@@ -16,7 +16,7 @@ from elastic_mbs import (
     OutOfMemory,
     Policy,
 )
-from elastic_mbs.errors import ReplayUnsafeError
+from elastic_mbs.errors import LossError, MisuseError, ReplayUnsafeError
 from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
 from tests.helpers.contrast import Contrast, samples
@@ -209,3 +209,109 @@ def test_a_second_pass_that_never_fits_ends_soon(layers: tuple[nn.Module, ...]) 
         elastic(case.model, micro_batch_size=4).backward_embeddings(embed, case.over, x)
     assert len(case.sizes) < 60
     assert off_by(case.leaves, [None] * len(case.leaves)) == 0
+
+
+# ---------------------------------------------------------------------- once, where it fits
+
+
+@pytest.mark.no_oom_injection
+def test_a_batch_that_fits_is_embedded_once_and_twice_only_after_a_failure() -> None:
+    case, x = Contrast(nn.Dropout(0.3)), samples(8)
+    mbs = elastic(case.model)
+    for _ in range(2):
+        mbs.backward_embeddings(case.embed, case.over, x)
+        assert case.sizes == [8, -8]
+        case.zero()
+    for at in range(1, 200):
+        fresh = Contrast(nn.Dropout(0.3), nn.BatchNorm1d(4))
+        mbs, full = elastic(fresh.model), at % 2 == 0
+        if full:
+            for leaf in fresh.leaves:
+                leaf.grad = torch.full_like(leaf, 3.0)
+        torch.manual_seed(7)
+        with InjectOOM(at=[at]) as inject:
+            result = mbs.backward_embeddings(fresh.embed, fresh.over, x)
+        found = [leaf.grad - 3.0 * full for leaf in fresh.leaves if leaf.grad is not None]
+        twin = Contrast(nn.Dropout(0.3), nn.BatchNorm1d(4))
+        torch.manual_seed(7)
+        wanted = twin.by_hand(x, result.partition)
+        assert error_of(list(found), wanted) <= 1e-11, (at, inject.hits)
+        buffers = zip(fresh.model.buffers(), twin.model.buffers(), strict=True)
+        assert all(torch.allclose(a, b, rtol=EXACT) for a, b in buffers)
+        if not inject.hits:
+            assert at > 20
+            assert len(result.partition) == 1
+            return
+
+
+class Hidden:
+    """A generator that cannot be found: it is among too many other things."""
+
+    def __init__(self) -> None:
+        self.many: list[Any] = [None] * 200 + [torch.Generator().manual_seed(3)]
+
+    def draw(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, dtype=like.dtype, generator=self.many[-1])
+
+
+@pytest.mark.parametrize("piece", [0, 1])
+@pytest.mark.parametrize("found", [False, True])
+def test_a_generator_that_draws_from_the_second_call_on_is_found_or_noticed(
+    found: bool, piece: int
+) -> None:
+    # Only the first piece of the first call was compared.
+    case, x, hidden, own, late = Contrast(), samples(8), Hidden(), torch.Generator(), [False]
+
+    def embed(rows: Tensor) -> Tensor:
+        if late[0] and torch.equal(rows, x[4 * piece : 4 * piece + 4]):
+            noise = torch.randn(rows.shape, dtype=rows.dtype, generator=own)
+            rows = rows + (noise if found else hidden.draw(rows))
+        return case.embed(rows)
+
+    mbs = elastic(case.model, micro_batch_size=4)
+    mbs.backward_embeddings(embed, case.over, x)
+    case.zero()
+    late[0] = True
+    before = own.get_state()
+    if not found:
+        with pytest.raises(ReplayUnsafeError, match="gave other embeddings"):
+            mbs.backward_embeddings(embed, case.over, x)
+        assert all(leaf.grad is None for leaf in case.leaves)
+        return
+    mbs.backward_embeddings(embed, case.over, x)
+    got = grads(case.leaves)
+    case.zero()
+    own.set_state(before)
+    case.over(torch.cat([embed(x[:4]), embed(x[4:])])).backward()
+    assert error_of(got, grads(case.leaves)) <= EXACT
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_loss_that_moves_state_of_its_own_is_refused_whether_the_batch_is_split(
+    size: int,
+) -> None:
+    case, x = Contrast(), samples(8)
+    queue = nn.Module()
+    queue.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def over(z: Tensor) -> Tensor:
+        queue.get_buffer("seen").add_(1)
+        return case.over(z)
+
+    with pytest.raises(MisuseError, match="changed a buffer"):
+        elastic(case.model, micro_batch_size=size).backward_embeddings(case.embed, over, x)
+    assert queue.get_buffer("seen") == 0
+    assert all(leaf.grad is None for leaf in case.leaves)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_loss_that_does_not_depend_on_the_embeddings_is_refused(size: int) -> None:
+    case = Contrast()
+    mbs = elastic(case.model, micro_batch_size=size)
+    with pytest.raises(LossError, match="does not depend on the embeddings"):
+        mbs.backward_embeddings(case.embed, lambda z: case.temperature.square(), samples(8))
+    case.model.requires_grad_(False)
+    with pytest.raises(LossError, match="are its parameters frozen"):
+        elastic(case.model, micro_batch_size=size).backward_embeddings(
+            case.embed, case.over, samples(8)
+        )

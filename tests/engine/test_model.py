@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_mbs import ElasticMBS
 from elastic_mbs.engine.shared.trained_model import _WRAPPERS, TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
 
@@ -73,12 +74,14 @@ def test_leaves_go_by_their_parameter_names() -> None:
 
 
 def test_devices_come_in_the_order_met() -> None:
-    mixed = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1))
-    assert TrainedModel([mixed]).devices() == [torch.device("meta"), torch.device("cpu")]
-    assert TrainedModel([nn.Identity()]).devices() == [torch.device("cpu")]
-    assert TrainedModel([nn.BatchNorm1d(1, affine=False, device="meta")]).devices() == [
-        torch.device("meta")
-    ]
+    first, second, third = (torch.device("cuda", index) for index in (1, 0, 2))
+    model: Any = net()
+    for parameter, device in zip(model.parameters(), (first, second, first), strict=False):
+        parameter.__class__ = type("There", (nn.Parameter,), {"device": device})
+    model[1].running_mean.__class__ = type("There", (torch.Tensor,), {"device": third})
+    cpu = torch.device("cpu")
+    assert TrainedModel([model]).devices() == [first, second, cpu, third]
+    assert TrainedModel([nn.Identity()]).devices() == [cpu]
 
 
 @pytest.mark.parametrize(
@@ -141,3 +144,100 @@ def test_the_names_of_wrappers_are_those_of_torch() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     for name in _WRAPPERS:
         assert hasattr(fsdp, name) or hasattr(nn.parallel, name)
+
+
+# ---------------------------------------------------------------------- models without values
+
+
+def on_meta() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to("meta")
+
+
+def test_a_model_on_meta_is_refused_and_what_the_error_advises_is_exact() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(48, 8, dtype=torch.float64)
+    nets = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double() for _ in range(5)]
+    params, _ = torch.func.stack_module_state(nets)
+    base = on_meta().double()
+    with pytest.raises(UsageError, match=r"of Sequential are on 'meta'.*nn\.ParameterList"):
+        ElasticMBS(base)
+    held = nn.ParameterList(params.values())
+    stacked = dict(zip(params, held, strict=True))
+
+    def loss(piece: torch.Tensor) -> torch.Tensor:
+        def one(own: Any) -> torch.Tensor:
+            result: torch.Tensor = torch.func.functional_call(base, own, (piece,))
+            return result
+
+        return torch.vmap(one)(stacked).square().mean()
+
+    wanted = torch.autograd.grad(loss(batch), [*held])
+    ElasticMBS(held, micro_batch_size=16).backward(loss, batch)
+    for leaf, right in zip(held, wanted, strict=True):
+        assert leaf.grad is not None
+        assert (leaf.grad - right).abs().max() <= 1e-12 * right.abs().max()
+
+
+class _BringsValues:
+    """A stand-in for accelerate's hook, which has the values while its module runs."""
+
+    def __init__(self, execution_device: Any) -> None:
+        self.execution_device = execution_device
+
+
+class _Hooks:
+    """A stand-in for its list of hooks."""
+
+    def __init__(self, *hooks: Any) -> None:
+        self.hooks = hooks
+
+
+def test_the_device_of_an_offloaded_model_is_the_one_that_its_values_are_brought_to() -> None:
+    model: Any = on_meta()
+    model[0]._hf_hook = _Hooks(_BringsValues(None), _BringsValues("cpu"))
+    assert TrainedModel(model).devices() == [torch.device("cpu")]
+    model[1]._hf_hook = _BringsValues(torch.device("cuda", 1))
+    assert sorted(map(str, TrainedModel(model).devices())) == ["cpu", "cuda:1"]
+
+
+def test_a_part_of_a_model_on_meta_is_no_place_for_its_batch() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), on_meta())
+    assert TrainedModel(model).devices() == [torch.device("cpu")]
+    mbs = ElasticMBS([model, nn.Linear(8, 8)], micro_batch_size=4)
+    assert mbs.evaluate(model[0], torch.ones(8, 8)).shape == (8, 8)
+
+
+def test_an_offloaded_model_is_evaluated_as_it_is_whole() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double().eval()
+    batch = torch.randn(32, 8, dtype=torch.float64)
+    wanted = model(batch).detach()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    found = ElasticMBS(model, micro_batch_size=8).evaluate(model, batch)
+    assert (found - wanted).abs().max() <= 1e-12
+
+
+class GradSampleModule(nn.Module):
+    """A stand-in for opacus' module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        module.register_forward_hook(self.capture)
+
+    def capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Keep what the gradients of single samples are made of."""
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["stand-in", "opacus"])
+def test_a_model_that_opacus_trains_is_refused_by_name(
+    real: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GradSampleModule, "__module__", "opacus.grad_sample.grad_sample_module")
+    kind: Any = pytest.importorskip("opacus").GradSampleModule if real else GradSampleModule
+    inner = nn.Linear(3, 2)
+    private = kind(inner)
+    for model in (private, [nn.Linear(2, 2), nn.Sequential(private)], inner):
+        with pytest.raises(UnsupportedError, match=r"trained privately by opacus.*BatchMemoryMan"):
+            TrainedModel(model)

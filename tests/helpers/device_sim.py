@@ -65,6 +65,8 @@ class Job:
     per_piece: float = 0.1
     per_sample: float = 0.004
     rest: float = 0.0  # age at which a reading is renewed on request
+    late: float = 0.0  # seconds from a failure to the reading after it
+    wait: float = 0.0  # seconds that a call may wait at the floor for others' memory
     lost: float = 0.0  # seconds in failed attempts
     controller: Controller = field(init=False)
     history: list[Ran] = field(default_factory=list)
@@ -123,6 +125,7 @@ class Job:
         waiting = list(self._cut(0, samples, size))
         done: list[tuple[int, int]] = []
         peak = failures = 0
+        waited = 0.0
         while waiting:
             self._check(size, samples)
             first, last = waiting.pop(0)
@@ -132,8 +135,12 @@ class Job:
             if self.need(length * elements) > self.device.capacity(self):
                 failures += 1
                 smaller = self._fail(key, length, seconds)
+                if smaller is None and waited < self.wait:
+                    waiting.insert(0, (first, last))
+                    waited += self._nap(self.wait - waited)
+                    continue
                 if smaller is None:
-                    self.controller.abandon(key)
+                    self.controller.abandon(key, waited)
                     return self._ran(began, size, done, failures, None, floor=True)
                 assert smaller < length
                 size = smaller
@@ -175,9 +182,17 @@ class Job:
         """Record a failed attempt, and return the controller's smaller size."""
         self.lost += seconds
         self.oom_times.append(self.device.clock.now)
+        self.device.clock.now += self.late
         self.reserved = min(self.reserved, self.need(0))
         self.forget_reading()
         return self.controller.out_of_memory(key, length, self.reading())
+
+    def _nap(self, most: float) -> float:
+        """Wait at the floor until there is more memory; return the seconds."""
+        began, seen = self.device.clock.now, self.device.capacity(self)
+        while self.device.clock.now < began + most and self.device.capacity(self) <= seen:
+            self.device.clock.now += 0.25
+        return self.device.clock.now - began
 
     def _cut(self, begin: int, end: int, size: int) -> tuple[tuple[int, int], ...]:
         return partition(

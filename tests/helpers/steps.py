@@ -1,6 +1,7 @@
 """Small training steps in float64, and references to compare them with."""
 
 import copy
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -171,3 +172,13 @@ def assert_as_by_hand(model: nn.Module, twin: nn.Module, result: StepResult, x: 
         twin(x[start:stop])
     for (name, buffer), wanted in zip(model.named_buffers(), twin.buffers(), strict=True):
         assert torch.allclose(buffer, wanted, rtol=1e-12), name
+
+
+def elsewhere(model: nn.Module) -> nn.Module:
+    """Move the model to "meta", as the device that its values are brought to, and return it.
+
+    It stands for a device that is not the CPU.
+    """
+    model.to("meta")
+    vars(model)["_hf_hook"] = types.SimpleNamespace(execution_device="meta")
+    return model

@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
+from elastic_mbs.dispatch import run
 from elastic_mbs.testing import InjectOOM
 
 COPIES = ("aten::copy_", "aten::_foreach_copy_")
@@ -39,7 +40,7 @@ class Everywhere(InjectOOM):
                 self.step(name)
             except torch.OutOfMemoryError as error:
                 raise next(self._errors, torch.OutOfMemoryError)(str(error)) from None
-        return func(*args, **(kwargs or {}))
+        return run(func, args, kwargs)
 
 
 class AtLine:

@@ -479,7 +479,7 @@ def test_a_split_step_is_compared_once_beside_the_logs(caplog: pytest.LogCapture
         fit(Net(fits=FITS), callbacks=[ElasticCallback(gradients=GradientOptions(verify=verify))])
         for verify in ("error", "off")
     ]
-    check_same(*(run.outcome() for run in runs))
+    check_same(runs[0].outcome(), runs[1].outcome())
     fit(Contrastive(fits=FITS), callbacks=[ElasticCallback()])
     found = [each for each in caplog.messages if "do not make up the loss of" in each]
     assert len(found) == 1

@@ -125,6 +125,7 @@ def trainer(
     *,
     callbacks: Any = None,
     compute_loss_func: Any = None,
+    data_collator: Any = None,
     elastic: Any = None,
     **args: Any,
 ) -> Any:
@@ -149,6 +150,7 @@ def trainer(
         args=TrainingArguments(**plain | args),
         train_dataset=data,
         compute_loss_func=compute_loss_func,
+        data_collator=data_collator,
         **more,
     )
 

@@ -27,7 +27,7 @@ from tests.helpers.rlimit import (
     write_membership,
 )
 from tests.helpers.room import ROOT
-from tests.helpers.steps import FailOn, cross_entropy, elastic, mlp, pairs
+from tests.helpers.steps import FailOn, cross_entropy, elastic, elsewhere, mlp, pairs
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="RLIMIT_DATA covers private memory on Linux only"
@@ -295,7 +295,7 @@ def test_a_kernel_that_does_not_enforce_the_limit_is_refused_by_name(
             for value in (None, 1, 0, 2.0)
         ],
         (mlp(), "plenty", "cannot read 'plenty' as a number of bytes"),
-        (mlp().to("meta"), True, "train on the CPU, and this one is on 'meta'"),
+        (elsewhere(mlp()), True, "train on the CPU, and this one is on 'meta'"),
     ],
 )
 def test_what_is_no_switch_and_no_size_and_no_model_on_the_cpu_is_refused(
@@ -309,7 +309,7 @@ def test_a_model_that_moves_away_is_refused_at_the_next_call(limit: Limit) -> No
     model = mlp()
     mbs = elastic(model, host_guard=True)
     mbs.backward(cross_entropy(model), pairs())
-    model.to("meta")
+    elsewhere(model)
     mbs._resources.model.refresh()  # new parameters there; on CUDA they stay the same objects
     with pytest.raises(UsageError, match="train on the CPU"):
         mbs.backward(cross_entropy(model), pairs())

@@ -5,6 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from elastic_mbs import ElasticMBS, MisuseError, OptimizerStepError, StepInsideError, Warned
 from elastic_mbs.testing import InjectOOM
@@ -27,6 +31,49 @@ def test_step_hooks_run_once_however_often_the_step_is_tried() -> None:
     assert calls == ["before", "after", "before"]
     world.optimizer.step()
     # All values are back.
+    assert calls == ["before", "after", "before", "before", "after"]
+
+
+def test_hooks_of_all_optimizers_run_once_for_a_step_that_is_tried_again() -> None:
+    world, other = World("Adam", "foreach"), World("Adam", "foreach")
+    seen: list[tuple[str, int]] = []
+
+    def note(name: str) -> Any:
+        return lambda optimizer, *a: seen.append((name, id(optimizer)))
+
+    handles = [
+        register_optimizer_step_pre_hook(note("before")),
+        register_optimizer_step_post_hook(note("after")),
+    ]
+    try:
+        with Everywhere(at=[28, 70]) as inject:
+            world.guarded()
+        assert len(inject.hits) == 2
+        other.optimizer.step()
+        world.optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    steps = [world.optimizer, other.optimizer, world.optimizer]
+    assert seen == [(name, id(each)) for each in steps for name in ("before", "after")]
+    world.guarded()
+    assert len(seen) == 6
+
+
+def test_hooks_before_a_step_do_not_run_again_when_it_is_called_again() -> None:
+    world = World("Adam", "foreach")
+    calls: list[str] = []
+    world.optimizer.register_step_pre_hook(lambda *a: calls.append("before"))
+    world.optimizer.register_step_post_hook(lambda *a: calls.append("after"))
+    with Everywhere(always_from=28), pytest.raises(OptimizerStepError):
+        world.guarded()
+    world.guarded()
+    assert calls == ["before", "after"]
+    with Everywhere(always_from=28), pytest.raises(OptimizerStepError):
+        world.guarded()
+    for parameter in world.optimizer.param_groups[0]["params"]:
+        parameter.grad.zero_()  # another gradient: it is another step
+    world.guarded()
     assert calls == ["before", "after", "before", "before", "after"]
 
 

@@ -32,8 +32,7 @@ def test_the_line_of_a_failure_says_where_and_what_happens_next() -> None:
         "backward",
         "16:32",
         "16 → 8",
-        "mode piece",
-        "3 leaves",
+        "its samples run again",
         "Tried to allocate 2.00 GiB",
     ):
         assert part in failure().line()

@@ -1,6 +1,7 @@
 """Options that make no sense are refused when they are given, by name and with a way out."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         for value in ("none", "Mean", None, ["sum"])
     ),
     *(
-        ({"escalate": value}, f"escalate={value!r}", '("offload", "checkpoint")')
+        ({"escalate": value}, f"escalate={value!r}", '("logits", "offload", "checkpoint")')
         for value in ("offload", None, ("swap",), ("offload",) * 2)
     ),
     *(({"replay": value}, f"replay={value!r}", "'isolate'") for value in ("piece", None, True)),
@@ -221,3 +222,26 @@ def test_options_show_what_was_given(options: Any) -> None:
 def test_none_stands_for_a_groups_default() -> None:
     everything: Options = {"policy": None, "memory": None, "name": None}
     assert Settings.of(everything) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Policy(escalate=("offload",)), r"recovery=RecoveryOptions\(escalate=…\)"),  # type: ignore[call-arg]  # the mistake
+        (lambda: RecoveryOptions(patience=3), r"policy=Policy\(patience=3\)"),  # type: ignore[call-arg]  # the mistake
+        (lambda: MemoryOptions(name="x"), r"ElasticMBS\(model, name=…\)"),  # type: ignore[call-arg]  # the mistake
+        (lambda: Policy(patienc=3), r"did you mean patience=…\?"),  # type: ignore[call-arg]  # the mistake
+    ],
+)
+def test_an_option_in_the_wrong_group_names_its_own(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_a_method_that_is_missing_names_the_one_that_is_meant() -> None:
+    mbs = ElasticMBS(nn.Linear(2, 2))
+    with pytest.raises(AttributeError, match=r"did you mean evaluate\(\)\?"):
+        mbs.eval  # noqa: B018  # looking it up is the mistake
+    assert not hasattr(mbs, "nothing_like_it")

@@ -1,6 +1,7 @@
 """A step that cannot be traced has a report that says why, and trains without a plan."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ def doubled(x: Tensor) -> Tensor:
 
 doubled.register_autograd(lambda ctx, grad: 2 * grad)
 
+sparse, ROWS = nn.Embedding(8, 2, sparse=True), torch.arange(4)
 LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "item": (lambda out: out.mean() * out.max().item(), "reads the value"),
     "branch": (lambda out: out.mean() if out.mean() > 0 else -out.mean(), "reads the value"),
     "mask": (lambda out: out[out > 0].mean(), "depends on values"),
     "operation": (lambda out: doubled(out).mean(), "register_fake"),
+    "sparse": (lambda out: out.mean() + sparse(ROWS).mean(), "a sparse embedding"),
     "numpy": (lambda out: out.mean() * float(out.detach().numpy().max()), "cannot be traced"),
 }
 
@@ -38,7 +41,16 @@ def test_a_loss_that_needs_values_has_no_plan_and_trains_all_the_same(case: str)
     assert mbs.backward(lambda b: of(model(b[0])), pairs()).partition == ((0, 8),)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])
+class ReadsValues(torch.optim.SGD):
+    """An optimizer that may do anything with the values of gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1 / float(group["params"][0].grad.norm())
+        return super().step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, ReadsValues])
 def test_an_optimizer_whose_step_cannot_be_traced_is_named(
     kind: Callable[..., torch.optim.Optimizer],
 ) -> None:
@@ -67,11 +79,35 @@ def test_a_loop_too_long_to_trace_is_traced_in_part(
     assert "10 operations" in there(elastic(model).plan(loss_fn, torch.randn(512, 6)).reason)
 
 
-def test_a_model_on_several_devices_has_no_plan() -> None:
-    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
-    assert "2 devices" in there(
-        elastic(model).plan(lambda b: model[0](b).mean(), torch.randn(4, 2)).reason
-    )
+def counts_labels(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    rows, labels = batch
+    places = (labels.view(-1) >= 0).nonzero().view(-1)
+    loss: Tensor = model(rows)[places].square().sum() / int((labels >= 0).sum())
+    return loss
+
+
+def edits_labels(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    rows, labels = batch[0], batch[1].clone()
+    labels.view(-1)[0] = -100
+    return counts_labels(model, (rows, labels))
+
+
+def test_values_of_labels_are_known_until_a_step_edits_them() -> None:
+    model, labels = nn.Linear(6, 2), torch.tensor([0, -100, 1, 1, -100, 0, 0, 1])
+    batch = torch.randn(8, 6), labels
+    mbs = elastic(model, count=lambda b: (b[1] >= 0).long())
+    report = mbs.plan(lambda b: counts_labels(model, b), batch)
+    assert report.reason is None
+    assert float(mbs.backward(lambda b: counts_labels(model, b), batch)) > 0
+    assert "depends on values" in there(mbs.plan(lambda b: edits_labels(model, b), batch).reason)
+
+
+def test_a_model_on_several_devices_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    mbs = elastic(model)
+    monkeypatch.setattr(mbs._resources, "follow_model", lambda: None)  # back to the one there is
+    mbs._resources.devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert "2 devices" in there(mbs.plan(lambda b: model(b).mean(), torch.randn(4, 2)).reason)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")

@@ -71,6 +71,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw on all at once": lambda p: torch.optim.AdamW(p, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
     "state from the start": torch.optim.Adagrad,
+    "factored": torch.optim.Adafactor,
+    "averaged": torch.optim.ASGD,
 }
 
 
@@ -168,3 +170,44 @@ def test_a_short_batch_predicts_within_its_traces(samples: int) -> None:
     )
     assert planned.predict(samples * elements) is not None
     assert (planned.predict(1000 * elements) is None) == (samples == 1)
+
+
+@pytest.mark.parametrize("size", [32, 16, 4])
+def test_the_gradient_of_a_batch_that_requires_grad_is_planned(size: int) -> None:
+    torch.manual_seed(0)
+    model, loss_fn, batch = mlp(32)
+    batch[0].requires_grad_()
+    with MemoryBudget(GREAT, track=[model, *batch]) as budget:
+        mbs = ElasticMBS(model, **quiet(sensor=budget, micro_batch_size=size, grow=False))
+        report = mbs.plan(loss_fn, batch, apply=False)
+        planned = {row.size: row.peak for row in report.sizes}[size]
+        assert [leaf.grad for leaf in batch] == [None, None]
+        budget.reset_peak()
+        result = mbs.backward(loss_fn, batch)
+        real = budget.peak
+    assert len(result.partition) == 32 // size
+    assert real == pytest.approx(there(planned), rel=0.02)
+
+
+def test_products_in_groups_are_planned_in_single_precision() -> None:
+    weight = nn.Parameter(torch.randn(4, 64, 128))
+    model = nn.ParameterList([weight])
+
+    def loss_fn(rows: Tensor) -> Tensor:
+        ends = torch.arange(1, 5, dtype=torch.int32) * (len(rows) // 4)
+        loss: Tensor = torch._grouped_mm(rows * 2, weight, offs=ends).square().mean()
+        return loss
+
+    batch = torch.randn(256, 64)
+    try:
+        loss_fn(batch).backward()
+    except (AttributeError, RuntimeError):
+        pytest.skip("this torch has no such product on the CPU")
+    weight.grad = None
+    with MemoryBudget(GREAT, track=[model, batch]) as budget:
+        mbs = ElasticMBS(model, **quiet(sensor=budget))
+        report = mbs.plan(loss_fn, batch, apply=False)
+        assert report.reason is None
+        budget.reset_peak()
+        mbs.backward(loss_fn, batch)
+    assert there(report.sizes[0].peak) == pytest.approx(budget.peak, rel=0.05)

@@ -160,6 +160,20 @@ def test_full_speed_is_back_in_one_move_where_the_peak_is_planned() -> None:
     assert sizes == [64, None, None]
 
 
+def test_a_plan_in_the_middle_of_a_run_counts_more_than_the_failures_before_it() -> None:
+    control = controller()
+    for at in range(12):
+        control.begin(KEY, 64, 8)
+        for attempted in (64, 32, 16):
+            control.out_of_memory(KEY, attempted, Capacity(10**4, float(at)))
+        control.end(KEY, CallOutcome(64, 8, 8, None, 1.0, None, 0, ooms=3), None)
+    assert control.begin(KEY, 64, 8).size <= 8
+    control.planned(KEY, 64, 8, planned_peak(), 64)
+    assert control.begin(KEY, 64, 8).size == 64
+    assert control.out_of_memory(KEY, 64, Capacity(10**4, 100.0)) == 32
+    control.end(KEY, CallOutcome(64, 8, 2, None, 1.0, None, 0, ooms=1), None)
+
+
 @pytest.mark.parametrize(
     ("align", "samples", "size", "pieces"),
     [(1, 7, 7, 1), (4, 7, 7, 1), (4, 23, 10, 3), (4, 23, 0, 6)],

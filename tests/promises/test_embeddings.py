@@ -337,7 +337,7 @@ def test_a_view_of_all_states_does_not_keep_them() -> None:
         kept.append(z.untyped_storage().nbytes())
         return (z @ z.T).mean()
 
-    elastic(model, micro_batch_size=8).backward_embeddings(
+    elastic(model, micro_batch_size=4).backward_embeddings(
         lambda b: model(b[:, None].expand(-1, 50, -1))[:, 0], over, samples(8)
     )
     assert kept == [8 * 4 * 8]

@@ -344,7 +344,7 @@ def test_the_waits_of_one_call_share_one_limit() -> None:
     [
         NoSensor("none"),
         _Scripted(OSError("driver gone")),
-        _Scripted(_room(free=900 * MIB, others=0)),
+        _Scripted(_room(free=MIB // 2, others=0)),
     ],
 )
 def test_does_not_wait_where_nobody_else_holds_memory_or_nobody_can_tell(sensor: _Scripted) -> None:

@@ -58,8 +58,8 @@ def test_buffers_are_as_if_the_failed_attempt_had_not_been_made(door: int, warm:
         with InjectOOM(at=[n]) as inject:
             result = through(door, mbs, cross_entropy(model), batch)
         mbs.close()
-        # the labels are read before any attempt
-        assert result.ooms == len(inject.hits) or inject.hits == ["aten::eq"]
+        # the labels are read before any attempt; a copy of a buffer can go to the host
+        assert result.ooms == len(inject.hits) or inject.hits[0] in ("aten::eq", "aten::empty_like")
         got = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with torch.no_grad():
             model.last = start["last"].clone()

@@ -289,7 +289,7 @@ def test_earlier_gradients_are_reported_if_they_hold_a_part_of_the_batch(
         through(
             door, mbs, failing(model, FailOn(1, error=lambda: ValueError("first piece"))), batch
         )
-    assert getattr(caught.value, "__notes__", []) == [], (
+    assert not any("zero_grad()" in note for note in getattr(caught.value, "__notes__", [])), (
         "nothing had been accumulated, so there is nothing to say"
     )
     # no None among them, and lists are invariant

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs import ReplayUnsafeError
+from elastic_mbs import MemoryBudget, ReplayUnsafeError
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.steps import Pair, assert_as_by_hand, cross_entropy, elastic, pairs
+from tests.helpers.steps import FailOn, Pair, assert_as_by_hand, cross_entropy, elastic, pairs
 from tests.helpers.strikes import AtLine, Everywhere, every_operation, until_clean
 
 
@@ -143,7 +143,9 @@ def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure(
 
 @pytest.mark.parametrize("known", [False, True])
 def test_an_interrupt_at_any_line_leaves_the_rollback_right(known: bool) -> None:
-    for strike in until_clean(lambda n: AtLine(n, "rollback/buffers.py"), stride=3, least=50):
+    for strike in until_clean(
+        lambda n: AtLine(n, "rollback/buffers.py", "rollback/places.py"), stride=7, least=50
+    ):
         run, begun = Run(known=known), False
         with strike, suppress(KeyboardInterrupt):
             run.copies.begin_call(run.modules, "f")
@@ -249,3 +251,44 @@ def test_statistics_are_put_back_when_a_step_begins_to_train_batch_norm() -> Non
         recovered += result.ooms
         assert_as_by_hand(model, twin.train(), result, batch[0])
     assert recovered
+
+
+class Table(nn.Module):
+    """A layer beside a large buffer, which it changes or not."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.moves = nn.Linear(8, 8), moves
+        self.register_buffer("table", torch.zeros(100_000, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.get_buffer("table")
+        if self.moves:
+            table.add_(1.0)
+        out: Tensor = self.layer(x) + table[: x.shape[1]].clone()
+        return out
+
+
+@pytest.mark.no_oom_injection
+@pytest.mark.parametrize("room", [1.2, 2.0, 2.05, 3.0, 3.05])
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_buffer_needs_no_more_room_than_in_a_plain_loop(moves: bool, room: float) -> None:
+    # Copies that the device had no room for ended training, in the first call or at the floor.
+    model, x = Table(moves=moves), torch.randn(64, 16, 8)
+    table, fail = model.get_buffer("table"), FailOn(3)
+
+    def loss_fn(piece: Tensor) -> Tensor:
+        loss: Tensor = model(piece).square().mean()
+        fail()
+        return loss
+
+    with MemoryBudget(int(table.nbytes * room), track=(model, x)) as budget:
+        mbs, pieces = elastic(model), 0
+        for _ in range(4):
+            result = mbs.backward(loss_fn, x)
+            pieces += len(result.partition)
+            model.zero_grad()
+        assert budget.peak <= table.nbytes * room
+    assert fail.count > 3
+    assert table.unique().tolist() == [float(pieces * moves)]

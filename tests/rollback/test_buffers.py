@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_an_unexpected_buffer_is_named_if_an_earlier_piece_may_own_it() -> None:
     copies = learned(module)
     copies.begin_call([module])
     module.register_buffer("late", numbers(3))
-    assert copies.restore(to_call_start=False) == "Holder.late"
+    assert copies.restore(to_call_start=False) == "the buffer Holder.late"
     copies.begin_call([module])
     module.register_buffer("late", numbers(3))
     assert copies.restore(to_call_start=True) is None
@@ -101,7 +102,7 @@ def test_a_buffer_that_changes_in_place_for_the_first_time_is_named() -> None:
     copies = learned(module)
     copies.begin_call([module])
     module["count"].add_(1)
-    assert copies.restore(to_call_start=False) == "Holder.count"
+    assert copies.restore(to_call_start=False) == "the buffer Holder.count"
     copies.begin_call([module])
     assert clean_piece(copies, lambda: module["count"].add_(1), first=True)
     copies.begin_piece()
@@ -109,7 +110,7 @@ def test_a_buffer_that_changes_in_place_for_the_first_time_is_named() -> None:
     module["count"].add_(1)
     assert copies.restore(to_call_start=False) is None  # from the second piece on there is a copy
     assert module["count"].tolist() == start
-    assert copies.restore(to_call_start=True) == "Holder.count"
+    assert copies.restore(to_call_start=True) == "the buffer Holder.count"
     copies.begin_call([module])
     module["count"].add_(1)
     assert copies.restore(to_call_start=True) is None  # and from the next call on
@@ -341,3 +342,48 @@ def test_restoring_buffers_that_did_not_change_leaves_other_graphs_valid() -> No
     copies.restore(to_call_start=False)
     other.backward()
     assert there(w.grad).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_containers_of_a_module_are_put_back_with_their_items(known: bool) -> None:
+    module: Any = Holder(kept=numbers(1))
+    was: dict[str, Any] = {
+        "rows": [1, 2], "last": deque([1, 2], maxlen=2), "names": {"a"}, "by": {"x": [0]}
+    }  # fmt: skip
+    vars(module).update(was)
+
+    def change() -> None:
+        module.rows.append(3)
+        module.last.append(3)
+        module.names.add("b")
+        module.by.clear()
+        module.by["y"] = module.by
+
+    copies = BufferCopies()
+    copies.begin_call([module])
+    if known:
+        change()
+        copies.end_clean_piece()
+        copies.restore(to_call_start=True)
+        copies.begin_call([module])
+    change()
+    module.rows = []
+    assert copies.restore(to_call_start=False) is None
+    assert {name: vars(module)[name] for name in was} == {
+        "rows": [1, 2], "last": deque([1, 2]), "names": {"a"}, "by": {"x": [0]}
+    }  # fmt: skip
+    assert all(vars(module)[name] is value for name, value in was.items())
+    assert module.last.maxlen == 2
+
+
+def test_features_that_a_module_stores_are_not_copied() -> None:
+    module = Holder(kept=numbers(1))
+    vars(module)["features"] = numbers(1, 2)
+    copies = BufferCopies()
+    copies.begin_call([module])
+    vars(module)["features"] = numbers(1, 2, 3)  # of the piece: of another length
+    copies.end_clean_piece()
+    copies.begin_call([module])
+    vars(module)["features"] = latest = numbers(4)
+    copies.restore(to_call_start=False)
+    assert vars(module)["features"] is latest

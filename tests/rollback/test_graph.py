@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from elastic_mbs.rollback.graph import (
 )
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import there
+from tests.helpers.strikes import AtLine, until_clean
 
 F64 = torch.float64
 
@@ -212,7 +214,7 @@ def test_a_backward_of_another_thread_or_outside_of_ours_is_no_inner_one() -> No
 
 
 def test_the_look_into_inner_backwards_ends_with_its_block() -> None:
-    graph_module._users = 0  # an interrupted test before this one can have left its look in place
+    graph_module._users.clear()  # an interrupted test before this one can have left its look
     torch.autograd.backward = graph_module._original
     original = torch.autograd.backward
     x, w = leaf(3), leaf(3)
@@ -239,3 +241,16 @@ def test_two_looks_at_once_do_not_leave_the_wrapper_behind() -> None:
     outer.__exit__(None, None, None)  # two threads need not leave in the order of a stack
     inner.__exit__(None, None, None)
     assert torch.autograd.backward is original
+
+
+def test_an_interrupt_at_any_line_does_not_leave_the_wrapper_behind() -> None:
+    original = torch.autograd.backward
+    for strike in until_clean(lambda n: AtLine(n, "rollback/graph.py"), least=15):
+        x, w = leaf(3), leaf(3)
+        loss = inside(lambda y, grad: torch.autograd.backward(y, grad), x, w).sum()
+        looks = inner_backwards(there(loss.grad_fn), lambda leaves: None)
+        with strike, suppress(KeyboardInterrupt), looks:
+            loss.backward()
+        del looks
+        torch.autograd.backward(leaf(3).exp().sum())
+        assert torch.autograd.backward is original, strike.hits

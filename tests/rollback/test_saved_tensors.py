@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable
 from tests.helpers.steps import elastic, off_by, there, whole_gradient
+from tests.helpers.strikes import AtLine, until_clean
 
 pytestmark = pytest.mark.injectable
 
@@ -152,3 +153,18 @@ def test_a_function_transform_is_explained_and_works_without_the_table(
         assert any("own_graph=False" in note for note in caught.value.__notes__)
     wanted = whole_gradient(model, lambda twin: twin(batch).square().sum() / 4)
     assert off_by(model, [None, None] if own_graph else wanted) <= 1e-13
+
+
+def test_an_interrupt_at_any_line_leaves_no_hooks_behind() -> None:
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    files = "rollback/saved_tensors.py", "autograd/graph.py"
+    for strike in until_clean(lambda n: AtLine(n, *files), least=5):
+        table = SavedTensorTable()
+        with strike, contextlib.suppress(KeyboardInterrupt):
+            table.__enter__()
+            table.__exit__(None, None, None)
+        table.__exit__(None, None, None)  # as a call does that ends
+        assert top(True) is None, strike.hits
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            table.__exit__(None, None, None)
+            assert top(True) is not None, "those of others stay"

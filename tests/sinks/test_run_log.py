@@ -34,15 +34,13 @@ from elastic_mbs import (
 )
 from elastic_mbs.options import Settings, describe
 from elastic_mbs.sinks import run_log
+from elastic_mbs.sinks.log_reader import Reader, read_log, read_runs
 from elastic_mbs.sinks.run_log import (
     SCHEMA,
-    Reader,
     RunLog,
     checked_path,
     event_line,
     header_line,
-    read_log,
-    read_runs,
 )
 from tests.helpers.device_sim import Clock
 from tests.helpers.events import ANY_EVENT, KINDS, ONE_OF_EACH, any_event, done, failure, log_of

@@ -104,7 +104,7 @@ def _loses_a_sample(self: Schedule, piece: Piece, push: Any = Schedule.push) -> 
 
 
 def _leaves_values(self: OptimizerSnapshot) -> None:
-    self._restore_structure()
+    self.reach.restore()
 
 
 def _by_size(self: Schedule, size: int, hand_out: Any = Schedule.next) -> Piece | None:

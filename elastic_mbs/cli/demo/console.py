@@ -15,7 +15,7 @@ from elastic_mbs.cli.demo.run import POLICY
 from elastic_mbs.cli.report.data import Mark, read_run
 from elastic_mbs.cli.report.page import document, section
 from elastic_mbs.events import CallDone, OutOfMemory, format_bytes
-from elastic_mbs.sinks.run_log import read_log
+from elastic_mbs.sinks.log_reader import read_log
 
 ROWS = 12  # of the table
 

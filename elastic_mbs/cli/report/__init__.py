@@ -13,7 +13,7 @@ from pathlib import Path
 from elastic_mbs.cli.report.data import read_run
 from elastic_mbs.cli.report.page import page
 from elastic_mbs.errors import UsageError
-from elastic_mbs.sinks.run_log import read_log
+from elastic_mbs.sinks.log_reader import read_log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +50,14 @@ def render(log: Path) -> str:
 
 def check_out(out: Path, log: Path) -> None:
     """Raise a UsageError before the work is done where no page can be written to `out`."""
-    problems = {
-        "this is a folder": out.is_dir(),
-        f"there is no folder {out.parent}": not out.parent.is_dir(),
-        "this is the log itself": out.absolute() == log.absolute(),
-    }
+    try:
+        problems = {
+            "this is a folder": out.is_dir(),
+            f"there is no folder {out.parent}": not out.parent.is_dir(),
+            "this is the log itself": out.absolute() == log.absolute(),
+        }
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise UsageError(f"--out {out}: {error.strerror or error}") from error
     for problem in (problem for problem, here in problems.items() if here):
         raise UsageError(f"--out {out}: {problem}; name another file, such as run.html")
 

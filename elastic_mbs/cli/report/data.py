@@ -22,9 +22,10 @@ from elastic_mbs.events import (
     SensorLost,
     format_bytes,
 )
-from elastic_mbs.sinks.run_log import Entry, Run
+from elastic_mbs.sinks.log_reader import Entry, Run, Totals, plausible
 
-_SHORTEST, _LONGEST = 1e-9, 1e12  # seconds that a call may take; what lies outside is no time
+MARKS = 1000  # events that a page shows; more would make it larger than 2 MiB
+LINE = 400  # characters that it shows of an event's line, and of each fact
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class RunData:
     rates: Mapping[str, Sequence[Point]]  # samples per second of each call, by mode
     lost: Sequence[Point]  # share of each call's time that went into failed attempts, from 0 to 1
     loss: Sequence[Point]  # of each training call
-    marks: Sequence[Mark]  # all events but finished calls, in order
+    marks: Sequence[Mark]  # events but finished calls, in order
+    events: int  # how many of them there were: not all are marks in a long run
     reference: Sequence[Point] = ()  # the loss of a run to compare with
 
 
@@ -75,7 +77,7 @@ Calls = Sequence[tuple[float, CallDone]]
 def read_run(run: Run) -> RunData:
     """Return a run, put in order."""
     entries = [
-        replace(entry, event=_plausible(entry.event))
+        replace(entry, event=plausible(entry.event))
         for entry in sorted(run.entries, key=lambda entry: entry.t)
     ]
     calls = [(entry.t, entry.event) for entry in entries if isinstance(entry.event, CallDone)]
@@ -84,8 +86,8 @@ def read_run(run: Run) -> RunData:
     return RunData(
         title=str(run.header.get("name", "elastic_mbs")),
         about=_about(run),
-        tiles=_tiles([entry.event for entry in entries], sizes),
-        seconds=max((entry.t for entry in entries), default=0.0),
+        tiles=_tiles(run.totals, [entry.event for entry in entries], sizes),
+        seconds=run.totals.t,
         memory=_memory(entries, calls, _part(run.header, "policy").get("margin")),
         sizes=sizes,
         rates={
@@ -100,19 +102,15 @@ def read_run(run: Run) -> RunData:
             ],
         ),
         loss=[(t, call.loss) for t, call in calls if call.mode == "train"],
-        marks=[_mark(entry) for entry in entries if not isinstance(entry.event, CallDone)],
+        marks=_some([_mark(entry) for entry in entries if not isinstance(entry.event, CallDone)]),
+        events=sum(count for name, count in run.totals.events.items() if name != "CallDone"),
     )
 
 
-def _plausible(event: Event | None) -> Event | None:
-    """Return the call without times that cannot be right."""
-    if not isinstance(event, CallDone | CallFailed):
-        return event
-    lost = event.seconds_lost if 0 <= event.seconds_lost < _LONGEST else 0.0
-    seconds = (
-        event.seconds if event.seconds is not None and _SHORTEST < event.seconds < _LONGEST else 0.0
-    )
-    return replace(event, seconds=seconds, seconds_lost=lost)
+def _some(marks: Sequence[Mark]) -> list[Mark]:
+    """Return at most `MARKS` of them, evenly over the run."""
+    every = -(-len(marks) // MARKS) or 1
+    return [*marks[:-1:every], *marks[-1:]]
 
 
 def _memory(entries: Sequence[Entry], calls: Calls, margin: object) -> Memory:
@@ -203,62 +201,55 @@ Tile = tuple[str, str, str]  # name, value, and a remark
 
 
 def _tiles(
-    events: Sequence[Event | None], tracks: Mapping[str, Sequence[Point]]
+    totals: Totals, events: Sequence[Event | None], tracks: Mapping[str, Sequence[Point]]
 ) -> tuple[Tile, ...]:
-    done = [event for event in events if isinstance(event, CallDone)]
-    ended = [event for event in events if isinstance(event, CallDone | CallFailed)]
     last = events[-1] if events else None
     return (
         *([("ended by", last.error, last.message[:80])] if isinstance(last, CallFailed) else []),
-        *_work(done, ooms=sum(isinstance(event, OutOfMemory) for event in events)),
-        _time_lost(ended),
-        _final_size(done, tracks),
-        _peak(done),
+        *_work(totals),
+        _time_lost(totals),
+        _final_size(totals, tracks),
+        _peak(totals, events),
     )
 
 
-def _work(done: Sequence[CallDone], ooms: int) -> Iterator[Tile]:
-    """Yield calls, samples and failures; `ooms` are those of unfinished calls, too."""
-    samples = sum(call.samples for call in done)
-    replayed = sum(call.replayed_samples for call in done)
-    survived = sum(call.ooms for call in done)
-    busy = sum(call.seconds or 0.0 for call in done)
-    evals = sum(call.mode != "train" for call in done)
-    unfinished = ooms - survived
-    yield "calls", f"{len(done):,}", f"{evals:,} of them eval" if evals else ""
-    yield "samples", f"{samples:,}", f"{samples / busy:,.1f} per second" if busy > 0 else ""
+def _work(totals: Totals) -> Iterator[Tile]:
+    """Yield calls, samples and failures; those of unfinished calls apart."""
+    samples, replayed, survived = totals.samples, totals.replayed, totals.survived
+    unfinished = totals.events.get("OutOfMemory", 0) - survived
+    evals = totals.evaluations
+    yield "calls", f"{totals.calls:,}", f"{evals:,} of them eval" if evals else ""
+    rate = f"{samples / totals.seconds:,.1f} per second" if totals.seconds > 0 else ""
+    yield "samples", f"{samples:,}", rate
     rest = f"and {unfinished:,} in a call that did not finish" if unfinished > 0 else ""
     yield "OOMs survived", f"{survived:,}", rest
     share = f"{replayed / samples:.2%} of all" if samples else ""
     yield "samples replayed", f"{replayed:,}", share
 
 
-def _time_lost(ended: Sequence[CallDone | CallFailed]) -> Tile:
-    spent = sum(call.seconds or 0.0 for call in ended)
-    lost = sum(call.seconds_lost or 0.0 for call in ended)
+def _time_lost(totals: Totals) -> Tile:
+    spent, lost = totals.ended_seconds, totals.lost
     if spent <= 0:
         return "time lost", "0 %", ""
     return "time lost", f"{lost / spent:.2%}", f"{duration(lost)} of {duration(spent)}"
 
 
-def _final_size(done: Sequence[CallDone], tracks: Mapping[str, Sequence[Point]]) -> Tile:
-    sized = [call for call in done if call.mode == "train"] or done
-    sizes = [call.micro_batch_size for call in sized]
-    _, final = max((tracks[call.key][-1] for call in sized), default=(0.0, None))
-    between = f"between {min(sizes):,} and {max(sizes):,}" if len(set(sizes)) > 1 else ""
-    return "final micro-batch", f"{final:,.0f}" if sizes else "none", between
+def _final_size(totals: Totals, tracks: Mapping[str, Sequence[Point]]) -> Tile:
+    mode = "train" if "train" in totals.least else next(iter(totals.least), None)
+    if mode is None:
+        return "final micro-batch", "none", ""
+    own = (key for key in totals.sizes if totals.modes[key] == mode)
+    _, final = max((tracks[key][-1] for key in own if key in tracks), default=(0.0, None))
+    least, most = totals.least[mode], totals.most[mode]
+    between = f"between {least:,} and {most:,}" if most > least else ""
+    return "final micro-batch", "none" if final is None else f"{final:,.0f}", between
 
 
-def _peak(done: Sequence[CallDone]) -> Tile:
-    peaks = [
-        peak
-        for call in done
-        for peak in (call.peak_allocated, call.peak_reserved, call.reserved)
-        if peak is not None
-    ]
+def _peak(totals: Totals, events: Sequence[Event | None]) -> Tile:
+    done = (event for event in events if isinstance(event, CallDone))
     total = max((call.total for call in done if call.total is not None), default=None)
     of = f"of {format_bytes(total)}" if total is not None else ""
-    return "peak memory", format_bytes(max(peaks, default=None)), of
+    return "peak memory", format_bytes(totals.peak), of
 
 
 def _about(run: Run) -> tuple[tuple[str, str], ...]:
@@ -308,6 +299,7 @@ def _mark(entry: Entry) -> Mark:
     # OutOfMemory: out of memory
     title = re.sub("(?<!^)(?=[A-Z])", " ", str(entry.record["event"])).lower()
     line = " ".join(f"{name}={value}" for name, value in facts) if event is None else event.line()
+    line = _short(line)
     if isinstance(event, OutOfMemory):
         return Mark(
             entry.t, "oom", f"{title} in {event.phase}", facts, line, event.key, event.size_after
@@ -339,8 +331,14 @@ def _facts(record: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     return tuple(
         (
             _NAMES.get(name, name.replace("_", " ")),
-            format_bytes(value) if name in _BYTES and isinstance(value, int) else str(value),
+            _short(
+                format_bytes(value) if name in _BYTES and isinstance(value, int) else str(value)
+            ),
         )
         for name, value in record.items()
         if name not in _HIDDEN and value is not None and value != ""
     )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LINE else f"{text[:LINE]} …"

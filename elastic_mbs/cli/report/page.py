@@ -160,7 +160,8 @@ def _events(run: RunData) -> str:
         f"<td>{escape(mark.line)}</td></tr>"
         for mark in run.marks
     )
-    summary = f"<summary>{len(run.marks):,} events</summary>"
+    shown = f", {len(run.marks):,} of them shown" if run.events > len(run.marks) else ""
+    summary = f"<summary>{max(run.events, len(run.marks)):,} events{shown}</summary>"
     return f'<details class="events">{summary}<table>{rows}</table></details>'
 
 

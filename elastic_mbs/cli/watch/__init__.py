@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elastic_mbs.cli.watch.follow import Follower
 from elastic_mbs.errors import UsageError
-from elastic_mbs.sinks.run_log import EMPTY
+from elastic_mbs.sinks.log_reader import EMPTY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

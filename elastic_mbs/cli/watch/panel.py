@@ -25,7 +25,7 @@ def panel(state: State, now: float) -> RenderableType:
 
     `now` is in unix seconds: the panel shows how old the last line is.
     """
-    header = state.header
+    header = state.run.header
     title = " · ".join(
         str(part)
         for part in (header.get("name", "a run without a header"), header.get("device"))
@@ -44,7 +44,7 @@ def panel(state: State, now: float) -> RenderableType:
         events.add_row(
             duration(t),
             Text(
-                line,
+                printable(line),
                 style="yellow" if level == "WARNING" else "",
                 no_wrap=True,
                 overflow="ellipsis",
@@ -54,8 +54,8 @@ def panel(state: State, now: float) -> RenderableType:
     return Group(
         Panel(
             rows,
-            title=Text(title),
-            subtitle=Text(place),
+            title=Text(printable(title)),
+            subtitle=Text(printable(place)),
             title_align="left",
             subtitle_align="left",
             box=box.ROUNDED,
@@ -64,9 +64,15 @@ def panel(state: State, now: float) -> RenderableType:
     )
 
 
+def printable(text: str) -> str:
+    """Return text without escape sequences: what a log has must not steer the terminal."""
+    return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in text)
+
+
 def _rows(state: State, now: float) -> Iterator[tuple[str, Text]]:
-    for i, (key, size) in enumerate(list(state.sizes.items())[: -_TRACKS - 1 : -1]):
-        yield "" if i else "micro-batch", Text(f"{size:<6,} {key}")
+    totals = state.run.totals
+    for i, (key, size) in enumerate(list(totals.sizes.items())[: -_TRACKS - 1 : -1]):
+        yield "" if i else "micro-batch", Text(printable(f"{size:<6,} {key}"))
     yield (
         "memory",
         Text("unknown until a call has finished")
@@ -80,16 +86,16 @@ def _rows(state: State, now: float) -> Iterator[tuple[str, Text]]:
         )
     if state.losses:
         yield "loss", Text(f"{sparkline(state.losses)}  {state.losses[-1]:.6g}")
-    share = f" ({state.replayed / state.samples:.1%})" if state.samples else ""
-    lost = f" ({state.lost / state.seconds:.1%})" if state.seconds > 0 else ""
+    share = f" ({totals.replayed / totals.samples:.1%})" if totals.samples else ""
+    lost = f" ({totals.lost / totals.ended_seconds:.1%})" if totals.ended_seconds > 0 else ""
     survived = (
-        f"{state.ooms:,} OOMs, {state.replayed:,} samples replayed{share}, "
-        f"{duration(state.lost)} lost{lost}"
+        f"{state.ooms:,} OOMs, {totals.replayed:,} samples replayed{share}, "
+        f"{duration(totals.lost)} lost{lost}"
     )
     yield "survived", Text(survived, style="yellow" if state.ooms else "green")
-    age = max(0.0, now - state.time) if state.time else 0.0
+    age = max(0.0, now - totals.time) if totals.time else 0.0
     so_far = (
-        f"{state.calls:,} calls, {state.samples:,} samples in {duration(round(state.t, 1))}; "
+        f"{totals.calls:,} calls, {totals.samples:,} samples in {duration(round(totals.t, 1))}; "
         f"last line {duration(round(age))} ago"
     )
     yield "so far", Text(so_far)

@@ -34,6 +34,7 @@ class Stopwatch:
     # seconds of failed attempts, always the host's: an allocator refuses there, while the device
     # still runs earlier work
     lost = 0.0
+    waited = 0.0  # seconds for memory that others hold
     _seconds: float | None = None  # where the host knows them
     _start: torch.Event | None = None
     _end: torch.Event | None = None
@@ -55,7 +56,8 @@ class Stopwatch:
         It cost the attempt, or everything since the call began (`whole_call`).
         """
         now = monotonic()
-        seconds = now - self._began - self.lost if whole_call else now - self._attempted
+        whole = now - self._began - self.lost - self.waited
+        seconds = whole if whole_call else now - self._attempted
         self._attempted = now
         self.lost += seconds
         return seconds

@@ -44,7 +44,7 @@ def failure_of(
         commits=left.commits,
         unknown=left.unknown,
         unwatched=left.unwatched,
-        edited=parts.edits.by_a_failed_piece(),
+        edited=parts.edits.by_a_failed_piece(attempt.data),
     )
     parts.hooks.drop_graph(attempt.terms)
     attempt.drop()

@@ -1,7 +1,8 @@
 """The floor: a piece that does not fit and cannot be cut.
 
 Its first failure is tried again after everything was released, the second one after a wait for
-memory that others hold. Then the next way of `RecoveryOptions.escalate` is put in use. When none is
+memory that others hold. Where there is room for it by then, memory was short for a moment: it is
+tried a few times more. Then the next way of `RecoveryOptions.escalate` is put in use. When none is
 left, the call ends by an error that says what was asked for, what is free, who has the rest, and
 the ways out.
 """
@@ -12,10 +13,11 @@ from elastic_mbs.engine.attempt import Failure
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.events import Escalated, WaitingForMemory, format_bytes
-from elastic_mbs.memory import Headroom
+from elastic_mbs.memory import Headroom, Reading
 from elastic_mbs.memory.processes import describe
 
 _TRIES = 2
+_TRIES_WITH_ROOM = 6
 _NAP = 0.25  # longest time between two looks at the memory while waiting, in seconds
 # Waiting can help when others hold at least 1/16 of the device: the driver and our own context
 # count as others.
@@ -59,23 +61,36 @@ class Floor:
         parts.profile.learn_too_full(len(piece))
         self._failures = self._failures + 1 if self._start == piece.start else 1
         self._start = piece.start
+        parts.resources.monitor.renew()  # the last reading was made before memory was released
         reading = parts.resources.monitor.latest()
         seen = reading if isinstance(reading, Headroom) else None
         requested = failure.verdict.requested
         too_large = seen is not None and requested is not None and requested > seen.total
-        if not too_large and self._may_retry(seen, requested):
+        if not too_large and self._may_retry(seen, failure):
             return
         if training and self._escalated(failure):
             return
-        raise MicroBatchFloorError(
-            self._message(failure, reading.in_words(), seen, too_large, training)
-        )
+        raise MicroBatchFloorError(self._message(failure, reading, too_large, training))
 
-    def _may_retry(self, seen: Headroom | None, requested: int | None) -> bool:
+    def _may_retry(self, seen: Headroom | None, failure: Failure) -> bool:
         """Return whether the same piece is tried again, after a wait where others hold memory."""
         if self._failures < _TRIES:
             return True
-        return seen is not None and self._waited(seen, requested)
+        if seen is None:
+            return False
+        if self._failures < _TRIES_WITH_ROOM and _has_room(seen, failure):
+            return self._napped()
+        return self._waited(seen, failure.verdict.requested)
+
+    def _napped(self) -> bool:
+        """Wait a moment; return False where no time is left for it."""
+        nap = min(_NAP, self._wait_left)
+        if nap <= 0:
+            return False
+        self._parts.resources.sleep(nap)
+        self._wait_left -= nap
+        self._parts.report.watch.waited += nap
+        return True
 
     def _waited(self, seen: Headroom, requested: int | None) -> bool:
         """Wait for memory that others hold; return whether there is more now.
@@ -95,10 +110,7 @@ class Floor:
                 describe(seen.holders),
             )
         )
-        while self._wait_left > 0:
-            nap = min(_NAP, self._wait_left)
-            resources.sleep(nap)
-            self._wait_left -= nap
+        while self._napped():
             now = resources.headroom()
             if now is not None and now.capacity > seen.capacity:
                 return True
@@ -127,15 +139,13 @@ class Floor:
         )
         return True
 
-    def _message(
-        self, failure: Failure, facts: str, seen: Headroom | None, too_large: bool, training: bool
-    ) -> str:
+    def _message(self, failure: Failure, reading: Reading, too_large: bool, training: bool) -> str:
         settings = self._parts.resources.settings
         limits, ways = settings.limits, settings.recovery.escalate
         piece, verdict = failure.piece, failure.verdict
         used = f", not even with {' and '.join(ways)}" if ways and training else ""
         out = ""
-        if seen is None or seen.held_by_others:
+        if not isinstance(reading, Headroom) or reading.held_by_others:
             out += "free what others hold; "
         if max(limits.minimum, limits.align) > 1:
             out += f"a lower min_micro_batch_size (now {limits.minimum}, align {limits.align}); "
@@ -144,7 +154,31 @@ class Floor:
             out += _ESCALATE
         return (
             f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest "
-            f"allowed, does not fit{used}. It asked for {format_bytes(verdict.requested)}; {facts}"
+            f"allowed, does not fit{used}. {_facts(failure, reading)}"
             f"{'. The request is larger than the whole device' if too_large else ''}. "
             f"Ways out: {out}a smaller optimizer state. The error was: {verdict.message}"
         )
+
+
+def _has_room(seen: Headroom, failure: Failure) -> bool:
+    """Return whether a reading after the failure shows room for all that the attempt had wanted."""
+    requested = failure.verdict.requested
+    if requested is None:
+        return False
+    held = failure.verdict.held
+    return requested <= seen.free if held is None else held + requested <= seen.capacity
+
+
+def _facts(failure: Failure, reading: Reading) -> str:
+    """Return what the attempt had and wanted, and what was there when it had let go of it."""
+    asked = f"It asked for {format_bytes(failure.verdict.requested)}"
+    if failure.verdict.held is not None:
+        asked += f" on top of {format_bytes(failure.verdict.held)} that this process held"
+    if not isinstance(reading, Headroom):
+        return f"{asked}; {reading.in_words()}"
+    short = (
+        ", enough for it: memory was short for a moment only, or is free in parts too small"
+        if _has_room(reading, failure)
+        else ""
+    )
+    return f"{asked}; without the attempt {reading.in_words()}{short}"

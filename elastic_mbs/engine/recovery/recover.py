@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from elastic_mbs.engine.attempt import Failure
+from elastic_mbs.engine.attempt import Attempt, Failure
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.passes import Pass
 from elastic_mbs.engine.recovery.replay import Facts, Mode, choose_replay
 from elastic_mbs.errors import (
+    ElasticMBSError,
     MicroBatchFloorError,
     PoisonedDeviceError,
     RecoveryError,
@@ -56,6 +57,8 @@ def recover(parts: CallParts, failure: Failure, now: Pass) -> tuple[Mode, bool]:
         smaller = progress.schedule.halve(failure.piece)
     else:
         smaller = progress.schedule.can_split(failure.piece, size)
+    if not smaller:
+        resources.retry("move copies to the host", resources.buffers.leave_device)
     resources.release(thorough=progress.failures_in_row > 2 or not smaller)
     if size is not None:
         progress.shrink(size)
@@ -179,10 +182,20 @@ def unwind(parts: CallParts, error: BaseException) -> None:
         _add_note(error, f"elastic_mbs: {lost}")
 
 
+def note_piece(parts: CallParts, attempt: Attempt, error: BaseException) -> None:
+    """Note on an error of the user's step that it ran on a piece, which can be the reason."""
+    size, samples = len(attempt), parts.batch.view.length
+    if size < samples and isinstance(error, Exception) and not isinstance(error, ElasticMBSError):
+        _add_note(
+            error,
+            f"elastic_mbs: raised in a piece of {size} of {samples} samples. If the step needs "
+            f"more at once: Policy(min_micro_batch_size={size + 1})",
+        )
+
+
 def tell(parts: CallParts, error: BaseException) -> None:
     """Tell the other ranks, and the user's `on_fatal`, which can save with everything restored."""
-    if parts.batch.training:
-        parts.resources.peers.failed(error)
+    parts.peers.failed(error)
     try:
         on_fatal = parts.resources.settings.recovery.on_fatal
         if on_fatal is not None and isinstance(error, RecoveryError):

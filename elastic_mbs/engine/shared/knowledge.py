@@ -39,6 +39,7 @@ class LossProfile:
     changes_buffers: bool = False
     normalises_batch: bool = False
     edits_batch: bool = False  # it edits its batch in place: pieces are copies
+    seen: bool = False  # a call has ended, so it is known what else it changes
     escalated: int = 0  # how many of `RecoveryOptions.escalate` are in use
     # Of the linear layers, those whose output is more than the logits of a cross-entropy.
     other_layers: OtherLayers = field(default_factory=OtherLayers)
@@ -91,6 +92,10 @@ class LossProfile:
     def learn_edits(self) -> None:
         """Record that the function edits its batch in place."""
         self.edits_batch = True
+
+    def learn_end(self) -> None:
+        """Record that a call has ended well."""
+        self.seen = True
 
     def learn_too_full(self, samples: int) -> None:
         """Record the length of a piece that failed and could not be cut."""

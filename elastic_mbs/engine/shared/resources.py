@@ -25,6 +25,7 @@ from elastic_mbs.memory import (
     oom,
     sensor_for,
 )
+from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.host_guard import margin_of, refuse_devices
 from elastic_mbs.memory.sensor import trouble_with
 from elastic_mbs.options import Settings
@@ -80,7 +81,7 @@ class Resources:
         self.telemetry = Telemetry(log) if log.listened else None
         self.ledger = Ledger()
         self.ledger.set_leaves(model.leaves)
-        self.buffers = BufferCopies()
+        self.buffers = BufferCopies(on_host)
         self.sleep: Callable[[float], None] = time.sleep
         self.guard: HostGuard | None = None
         if memory.host_guard is not False:
@@ -93,6 +94,7 @@ class Resources:
         self._retries: int | None = None  # of the allocator, when they were last read
         self._reading: Reading | None = None
         self._capacity: Capacity | None = None
+        self._generators = list(settings.recovery.generators)
         self._place()
 
     def _place(self) -> None:
@@ -110,7 +112,7 @@ class Resources:
         if self._exact:
             oom.refuse_unrecognised(self.devices, settings.recovery.is_oom)
         drawn_from = self.devices if self._exact else ()
-        self.streams = RandomStreams(settings.recovery.generators, drawn_from)
+        self.streams = RandomStreams(self._generators, drawn_from)
         self.monitor = Monitor(
             memory.sensor or found,
             interval=memory.monitor_interval,
@@ -133,7 +135,8 @@ class Resources:
     def follow_model(self) -> None:
         """Move with the model to another device."""
         leaves = self.model.leaves
-        if leaves and leaves[0].device not in self.devices:
+        moved = leaves and leaves[0].device not in self.devices
+        if moved and self.model.devices() != self.devices:
             self.monitor.stop()
             self._place()
 
@@ -141,6 +144,11 @@ class Resources:
         """Look again at the model's trainable leaves."""
         if self.model.refresh():
             self.ledger.set_leaves(self.model.leaves)
+
+    def take_over(self, generators: list[Any]) -> None:
+        """Put these random generators back after failures, too."""
+        self._generators += generators
+        self.streams.add(generators)
 
     def forget_model(self) -> None:
         """Drop the view of the model: it can have changed without the ledger's knowledge."""

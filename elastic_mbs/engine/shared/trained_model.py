@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_mbs.device import with_index
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 Modes = Sequence[bool]  # whether each module is in training mode
@@ -22,6 +23,9 @@ class TrainedModel:
     Attributes:
         roots: the modules that the user gave.
         modules: these and everything below them.
+        companions: modules that were not given: those that a loss function can reach in its first
+            call, and then those whose state a step was seen to change.
+        every: the modules and the companions.
         leaves: the trainable parameters.
         generation: the number of changes of leaves or modules that were found.
         group: the number of samples that have to stay together: a module with a `batch_group`
@@ -31,6 +35,8 @@ class TrainedModel:
     def __init__(self, model: object) -> None:
         self.roots = tuple(modules_of(model))
         self.modules: list[nn.Module] = []
+        self.companions: list[nn.Module] = []
+        self.every = self.modules
         self.leaves: list[torch.Tensor] = []
         self.generation = 0
         self.group = 1
@@ -56,6 +62,7 @@ class TrainedModel:
             )
             self._set_group(math.lcm(*(getattr(module, "batch_group", 1) for module in modules)))
             self.modules, self._children = modules, _values(_MODULES, modules)
+            self.accompany(self.companions)
         parameters = _values(_PARAMETERS, self.modules)
         trainable = list(map(getattr, parameters, repeat("requires_grad"), repeat(False)))
         if trainable == self._trainable and all(map(is_, parameters, self._parameters)):
@@ -64,6 +71,13 @@ class TrainedModel:
         self.leaves = list(dict.fromkeys(compress(parameters, trainable)))
         self.generation += 1
         return True
+
+    def accompany(self, companions: Iterable[nn.Module]) -> None:
+        """Take these modules as companions, but for those that are in the model (by now)."""
+        given = set(map(id, self.modules))
+        every = dict.fromkeys(companions)
+        self.companions = [module for module in every if id(module) not in given]
+        self.every = [*self.modules, *self.companions] if self.companions else self.modules
 
     def _set_group(self, group: int) -> None:
         if self._children is not None and self.group % group:
@@ -80,7 +94,7 @@ class TrainedModel:
 
     def training(self) -> Modes:
         """Return the training mode of each module."""
-        return list(map(_TRAINING, self.modules))
+        return list(map(_TRAINING, self.every))
 
     def restore(self, modes: Modes) -> None:
         """Put back the modes that a failed step can have switched, and the leaves it has frozen.
@@ -88,7 +102,9 @@ class TrainedModel:
         Args:
             modes: the training mode of each module; empty to leave them.
         """
-        for module, training in zip(self.modules, modes, strict=False):
+        # The companions can have become fewer since, at the end of a first call.
+        modules = self.every if len(modes) == len(self.every) else self.modules
+        for module, training in zip(modules, modes, strict=False):
             module.training = training
         for leaf in self.leaves:
             # others can have been quantised
@@ -97,7 +113,7 @@ class TrainedModel:
 
     def evaluate(self) -> None:
         """Switch every module to evaluation."""
-        for module in self.modules:
+        for module in self.every:
             module.training = False
 
     def name_of(self, leaf: torch.Tensor) -> str:
@@ -108,11 +124,51 @@ class TrainedModel:
         return f"a leaf of shape {tuple(leaf.shape)} outside the model"
 
     def devices(self) -> list[torch.device]:
-        """Return the devices of parameters and buffers in the order met; the CPU without either."""
+        """Return the devices of parameters and buffers in the order met; the CPU without either.
+
+        Tensors on "meta" have no values. Where all are there, it is the device that accelerate
+        brings their values to.
+
+        Raises:
+            UsageError: all are on "meta", and nothing tells where their values are.
+        """
         tensors = [*_values(_PARAMETERS, self.modules), *_values(_BUFFERS, self.modules)]
-        return list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None)) or [
-            torch.device("cpu")
-        ]
+        found = dict.fromkeys(tensor.device for tensor in tensors if tensor is not None)
+        if not found:
+            return [torch.device("cpu")]
+        return [
+            device for device in found if device.type != "meta"
+        ] or self._devices_of_the_values()
+
+    def _devices_of_the_values(self) -> list[torch.device]:
+        """Return where accelerate's hooks bring the values of a model that is on "meta"."""
+        hooks = [getattr(module, "_hf_hook", None) for module in self.modules]
+        hooks += chain.from_iterable(getattr(hook, "hooks", ()) for hook in list(hooks))
+        wanted = [getattr(hook, "execution_device", None) for hook in hooks]
+        found = [with_index(torch.device(device)) for device in wanted if device is not None]
+        if not found:
+            raise UsageError(
+                f"all parameters of {type(self.roots[0]).__name__} are on 'meta', where tensors "
+                "have no values: give the modules that hold the values. For stacked parameters "
+                "(torch.func) that is `held = nn.ParameterList(params.values())`: give "
+                "ElasticMBS(held), and call functional_call with dict(zip(params, held)). A model "
+                "that is still to be filled comes after to_empty(device=...) or its checkpoint"
+            )
+        return list(dict.fromkeys(found))
+
+    def placeholders(self) -> dict[str, int]:
+        """Return the tokens that stand for pictures and videos, as a model of transformers says."""
+        for module in self.modules:
+            config = getattr(module, "config", None)
+            found = {
+                medium: token
+                for medium in ("image", "video")
+                for name in (f"{medium}_token_id", f"{medium}_token_index")
+                if isinstance(token := getattr(config, name, None), int)
+            }
+            if found:
+                return found
+        return {}
 
     def normalises_batch(self) -> bool:
         """Return whether a BatchNorm in the model would use the statistics of the piece now."""
@@ -125,6 +181,14 @@ class TrainedModel:
             for m in self.modules
             if isinstance(m, nn.modules.batchnorm._BatchNorm) and not hasattr(m, "batch_group")
         ]
+
+    def sequence_first(self) -> str | None:
+        """Return the name of a module that takes (S, N, …), with the samples on dim 1, if any."""
+        for name, module in chain.from_iterable(root.named_modules() for root in self.roots):
+            takes_sequences = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
+            if takes_sequences and not module.batch_first:
+                return f"{name or 'the model'} ({type(module).__name__})"
+        return None
 
 
 _MODULES, _PARAMETERS, _BUFFERS, _TRAINING = map(
@@ -168,6 +232,12 @@ def _check(module: nn.Module) -> None:
             f"{kind} has parameters without a shape yet: run one batch through the model first, "
             "under torch.no_grad()"
         )
+    if any(map(_takes_samples_apart, (module, *module._forward_hooks.values()))):
+        raise UnsupportedError(
+            f"{kind} is trained privately by opacus, which clips the gradient of each sample by "
+            "its share of the piece: a split would change the clipping, and a failure leave it "
+            "half done. Opacus' own BatchMemoryManager splits such batches"
+        )
     if not _WRAPPERS.isdisjoint(base.__name__ for base in type(module).__mro__):
         raise UnsupportedError(
             f"{kind} runs collectives or replicas inside forward and backward, and a replay in "
@@ -175,3 +245,12 @@ def _check(module: nn.Module) -> None:
             "Give the module itself, or wrapped in DistributedDataParallel, with one process per "
             "device"
         )
+
+
+def _takes_samples_apart(value: object) -> bool:
+    """Return whether a module, or the owner of a hook, is opacus' maker of gradients per sample."""
+    kind = type(getattr(value, "__self__", value))
+    return any(
+        base.__module__.partition(".")[0] == "opacus" and "GradSample" in base.__name__
+        for base in kind.__mro__
+    )

@@ -56,17 +56,11 @@ class EmbeddingCache:
             # A copy, because a loss that runs again must find it as it was.
             return tensor.clone()
 
-        value = loss_fn(map_tensors(embeddings, leaf))
-        try:
-            terms, found = read_losses(value, None)
-            check_graph(terms)
-        except LossError as error:
-            raise LossError(
-                f"loss_fn returned no loss for the embeddings of the whole batch: {error}"
-            ) from None
-        loss = weighted_sum(terms, {None: 1.0})
+        loss, self.outputs = read_loss(loss_fn(map_tensors(embeddings, leaf)), outputs)
         self.loss = loss.detach()
-        self.outputs = None if found is None or outputs is None else StoredOutput(found, outputs)
+        self._seen = [tensor.detach() for tensor in inputs]
+        # of each piece that was embedded again: how far off it is, and how long it was
+        self._again: list[Tensor] = []
         self._order = order
         # Scaled here, where half precision would lose it. The engine scales the surrogate once
         # more, so that is divided by the same factor.
@@ -77,18 +71,11 @@ class EmbeddingCache:
         assert loss.grad_fn is not None
         ids = set(map(id, inputs))
         own = [each for each in walk(loss.grad_fn).leaves if id(each) not in ids]
-        if any(each._backward_hooks for each in own):
-            raise UsageError(
-                "a leaf that loss_fn reaches has a hook on its gradient, which would run twice: "
-                "use it in embed_fn only, or take it off"
-            )
+        check_hooks(own)
         gradients = torch.autograd.grad(loss, [*inputs, *own], allow_unused=True)
         self._gradients = gradients[: len(inputs)]
         if all(gradient is None for gradient in self._gradients):
-            raise LossError(
-                "the loss does not depend on the embeddings: loss_fn gets the values that "
-                "embed_fn returned, for the whole batch"
-            )
+            raise LossError(_INDEPENDENT)
         self.own = [
             (each, gradient)
             for each, gradient in zip(own, gradients[len(inputs) :], strict=True)
@@ -109,21 +96,91 @@ class EmbeddingCache:
                 f"embed_fn returned {len(embeddings)} tensors of embeddings for samples that it "
                 f"had returned {len(self._gradients)} for"
             )
-        pairs = [
-            # The gradient of pieces by length can be wider.
-            (embedding, gradient[rows][tuple(map(slice, embedding.shape))])
-            for embedding, gradient in zip(embeddings, self._gradients, strict=True)
-            if gradient is not None and embedding.requires_grad
-        ]
+        pairs = []
+        for embedding, gradient, seen in zip(embeddings, self._gradients, self._seen, strict=True):
+            here = tuple(
+                map(slice, embedding.shape)
+            )  # the gradient of pieces by length can be wider
+            self._note(embedding.detach(), seen[rows][here])
+            if gradient is not None and embedding.requires_grad:
+                pairs.append((embedding, gradient[rows][here]))
         if not pairs:
-            raise LossError(
-                "no embedding that the loss depends on has a graph, so there is nothing to train "
-                "in embed_fn: are its parameters frozen?"
-            )
+            raise LossError(_FROZEN)
         own = self.own if piece.start == 0 else ()
         parts = [_product(*pair).to(self.loss.device) for pair in (*pairs, *own)]
         total = sum(parts[1:], parts[0])
         return total if self._unit is None else total / self._unit
+
+    def _note(self, now: Tensor, before: Tensor) -> None:
+        """Note how far embeddings are off those that the loss has seen; the host does not wait."""
+        if now.shape == before.shape:
+            wide = torch.promote_types(before.dtype, torch.float32)
+            before = before.to(wide)
+            pair = torch.stack([(now - before).norm(), before.norm()])
+            self._again.append(pair.to(self.loss.device))
+
+    def embeds_the_same(self) -> bool:
+        """Return whether the pieces had the same embeddings both times."""
+        pairs = torch.stack(self._again).tolist() if self._again else []
+        return all(not off > _SAME * long for off, long in pairs)
+
+
+_SAME = 0.01  # of the embeddings' norm: a device may add in another order
+_INDEPENDENT = (
+    "the loss does not depend on the embeddings: loss_fn gets the values that embed_fn returned, "
+    "for the whole batch"
+)
+_FROZEN = (
+    "no embedding that the loss depends on has a graph, so there is nothing to train in embed_fn: "
+    "are its parameters frozen?"
+)
+
+
+def read_loss(value: Any, outputs: Place) -> tuple[Tensor, StoredOutput | None]:
+    """Return the loss that a function of embeddings returned, and the outputs to keep.
+
+    Args:
+        value: the loss, alone or with outputs.
+        outputs: the place where outputs are kept.
+
+    Raises:
+        LossError: there is no loss.
+    """
+    try:
+        terms, found = read_losses(value, None)
+        check_graph(terms)
+    except LossError as error:
+        raise LossError(
+            f"loss_fn returned no loss for the embeddings of the whole batch: {error}"
+        ) from None
+    kept = None if found is None or outputs is None else StoredOutput(found, outputs)
+    return weighted_sum(terms, {None: 1.0}), kept
+
+
+def leaves_of_whole(embeddings: Any, loss: Tensor) -> tuple[Tensor, ...]:
+    """Return the leaves of a loss whose graph goes through the embeddings of the whole batch.
+
+    Raises:
+        LossError: it does not depend on them, or they have no graph.
+    """
+    graphs = [tensor.grad_fn for tensor in tensors_in(embeddings) if tensor.grad_fn is not None]
+    if not graphs:
+        raise LossError(_FROZEN)
+    leaves = () if loss.grad_fn is None else walk(loss.grad_fn).leaves
+    below = {id(leaf) for graph in graphs for leaf in walk(graph).leaves}
+    if below.isdisjoint(map(id, leaves)):
+        raise LossError(_INDEPENDENT)
+    check_hooks([leaf for leaf in leaves if id(leaf) not in below])
+    return leaves
+
+
+def check_hooks(own: Sequence[Tensor]) -> None:
+    """Refuse leaves of the loss's own that have a hook on their gradient."""
+    if any(leaf._backward_hooks for leaf in own):
+        raise UsageError(
+            "a leaf that loss_fn reaches has a hook on its gradient, which would run twice: "
+            "use it in embed_fn only, or take it off"
+        )
 
 
 def has_gradient(tensor: Tensor) -> bool:

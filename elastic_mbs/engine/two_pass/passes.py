@@ -27,6 +27,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.join import Apart
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.outcome.result import (
+    Place,
     StepResult,
     StoredOutput,
     check_not_overwritten,
@@ -35,13 +36,19 @@ from elastic_mbs.engine.outcome.result import (
 )
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.passes import Pass
-from elastic_mbs.engine.two_pass.cache import EmbeddingCache, OverEmbeddings, has_gradient
+from elastic_mbs.engine.two_pass.cache import (
+    EmbeddingCache,
+    OverEmbeddings,
+    has_gradient,
+    leaves_of_whole,
+    read_loss,
+)
 from elastic_mbs.errors import BatchError, LossError, MisuseError, ReplayUnsafeError
 from elastic_mbs.rollback.random_streams import StreamState
 
-_SAME = 0.01  # of the embeddings' norm: a device may add in another order
-
 _FIRST = Pass(training=False, outputs="device")
+# Bound, so that a failure restarts the batch, in two passes.
+_WHOLE = Pass(training=True, outputs=None, bound=True, adds_up=False)
 
 
 class TwoPasses:
@@ -52,21 +59,32 @@ class TwoPasses:
     smaller size. A failed piece of the first pass is replayed; at its end the first pass runs once
     more, in pieces of one size. Elsewhere the second pass may cut as it likes. Gradients that were
     there are put aside for the call, so that a restart takes back nothing of the user's.
-    """
 
-    first = _FIRST
+    A batch that is expected to fit in one piece is embedded once, with its graph, and the loss runs
+    in the same attempt. Two passes follow a failure.
+    """
 
     def __init__(self, parts: CallParts, loss_fn: OverEmbeddings) -> None:
         self._parts = parts
         self._loss_fn = loss_fn
         self._cache: EmbeddingCache | None = None  # None during the first pass
+        self._whole = self._fits()  # the batch is embedded once
+        self._loss: tuple[Tensor, StoredOutput | None] | None = None  # of a batch embedded once
         self._failures = 0  # of the call, when the first pass began
-        self._unseen = False  # this is the first call of the function
-        self._first_piece: StoredOutput | None = None  # its embeddings, in the first call
         self._embedded: StreamState | None = None  # random streams after the first pass
         self._ended: StreamState | None = None  # random streams after the loss
 
     # ------------------------------------------------------------------ the passes
+
+    @property
+    def first(self) -> Pass:
+        """The pass that the call begins with."""
+        return _WHOLE if self._whole else _FIRST
+
+    def _fits(self) -> bool:
+        view = self._parts.batch.view
+        # Pieces by length are embedded in another order than that of the batch.
+        return view.sorted is None and self._parts.progress.size >= view.length
 
     def begin(self) -> None:
         """Put the gradients aside that are there."""
@@ -74,10 +92,10 @@ class TwoPasses:
         gradients.put_aside(gradients.leaves())
 
     def embed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fn`, run with a graph in the second pass only."""
+        """Return `fn`, run without a graph in the first of two passes."""
 
         def run(piece: Any, *args: Any, **kwargs: Any) -> Any:
-            with torch.set_grad_enabled(self._cache is not None):
+            with torch.set_grad_enabled(self._whole or self._cache is not None):
                 return fn(piece, *args, **kwargs)
 
         return run
@@ -85,22 +103,32 @@ class TwoPasses:
     def translate(self, attempt: Attempt, value: Any) -> Any:
         """Return the embeddings of a piece to keep, or the scalar from which it runs backward."""
         _check_rows(value, len(attempt))
+        if self._whole:
+            return self._loss_of_whole(value)
         if self._cache is None:
             return map_tensors(value, _alone)
-        if self._unseen and attempt.piece.start == 0:
-            self._parts.resources.retry(
-                "compare the embeddings of both passes", lambda: self._check_same(value)
-            )
         return self._cache.surrogate(value, attempt.piece)
+
+    def _loss_of_whole(self, embeddings: Any) -> Tensor:
+        parts = self._parts
+        resources, profile = parts.resources, parts.profile
+        buffers, modes = self._buffers(), resources.model.training()
+        loss, outputs = read_loss(self._loss_fn(embeddings), self._place())
+        self._check_state(buffers, modes_changed=resources.model.training() != modes)
+        if not profile.census_taken or profile.extra_leaves:
+            parts.gradients.put_aside(leaves_of_whole(embeddings, loss))
+        self._loss = loss.detach(), outputs
+        return loss
 
     def restarted(self, failed: Pass) -> Pass:
         """Return the first pass. After a failure in the second, both run again."""
-        if failed.training:
+        if failed.training and not self._whole:
             self._parts.progress.count_replayed(self._parts.batch.view.length)
         return self._start_first()
 
     def _start_first(self) -> Pass:
-        self._cache = None
+        self._cache = self._loss = None
+        self._whole = False
         self._failures = self._parts.progress.failures
         return _FIRST
 
@@ -112,13 +140,11 @@ class TwoPasses:
         if ended.training:
             return None
         parts = self._parts
-        self._unseen = not parts.profile.census_taken
         bound = self._is_bound()
         if bound and parts.progress.failures > self._failures:
             parts.progress.restart()
             parts.snapshot.restore()
             return self._start_first()
-        self._first_piece = parts.progress.in_order()[0].outputs if self._unseen else None
         cache = self._differentiate()
         parts.snapshot.restore()
         parts.progress.rewind()
@@ -134,7 +160,6 @@ class TwoPasses:
         """
         parts, profile = self._parts, self._parts.profile
         if parts.edits.found():
-            profile.learn_edits()
             raise BatchError(
                 "embed_fn changes its samples in place, and they are embedded twice: work on a "
                 "copy (x = x.clone()) inside embed_fn. From the next call on pieces are copies"
@@ -181,11 +206,15 @@ class TwoPasses:
 
     def _run_loss(self, embeddings: Any) -> EmbeddingCache:
         settings, view = self._parts.resources.settings, self._parts.batch.view
-        place = place_of(settings.outputs, view.tensors, view.length)
         by_length = view.sorted
         order = None if by_length is None else by_length.order
         with torch.enable_grad():
-            return EmbeddingCache(embeddings, self._loss_fn, order, settings.scaler, place)
+            return EmbeddingCache(embeddings, self._loss_fn, order, settings.scaler, self._place())
+
+    def _place(self) -> Place:
+        """Return the place of the outputs that come with the loss."""
+        view = self._parts.batch.view
+        return place_of(self._parts.resources.settings.outputs, view.tensors, view.length)
 
     def _check_state(self, buffers: list[tuple[int, int]], *, modes_changed: bool) -> None:
         """Refuse a loss that has changed modes or buffers: the second pass starts from others."""
@@ -205,31 +234,11 @@ class TwoPasses:
         """Return all buffers with their versions."""
         owned = [
             buffer
-            for module in self._parts.resources.model.modules
+            for module in self._parts.resources.model.every
             for buffer in module._buffers.values()
             if buffer is not None
         ]
         return [(id(buffer), -1 if buffer.is_inference() else buffer._version) for buffer in owned]
-
-    def _check_same(self, value: Any) -> None:
-        """Refuse an `embed_fn` whose second run gives other embeddings.
-
-        In the first call of a function only: it waits for the device.
-        """
-        before = [] if self._first_piece is None else tensors_in(self._first_piece.get())
-        pairs = zip(
-            filter(has_gradient, before), filter(has_gradient, tensors_in(value)), strict=False
-        )
-        for one, other in pairs:
-            if one.shape != other.shape:
-                continue
-            if float((one - other.detach()).norm()) > _SAME * float(one.norm()):
-                raise ReplayUnsafeError(
-                    "embed_fn gave other embeddings when it ran again, so its gradient is not "
-                    "that of the embeddings which the loss has seen: name each generator of your "
-                    "own that it draws from, recovery=RecoveryOptions(generators=[g]), and do not "
-                    "ask torch.is_grad_enabled()"
-                )
 
     # ------------------------------------------------------------------ the end of the call
 
@@ -240,12 +249,22 @@ class TwoPasses:
             ReplayUnsafeError: the second pass has drawn other random numbers than the first.
         """
         parts, streams = self._parts, self._parts.resources.streams
+        if self._loss is not None:
+            parts.gradients.take_back()
+            return of_batch(result, *self._loss)
         embedded, ended, cache = self._embedded, self._ended, self._cache
         assert embedded is not None
         assert ended is not None
         assert cache is not None
         expected = embedded if streams.draws_on_host else embedded._replace(hosts=None)
         retry = parts.resources.retry
+        if not retry("compare the embeddings of both passes", cache.embeds_the_same):
+            raise ReplayUnsafeError(
+                "embed_fn gave other embeddings when it ran again, so its gradient is not "
+                "that of the embeddings which the loss has seen: name each generator of your "
+                "own that it draws from, recovery=RecoveryOptions(generators=[g]), and do not "
+                "ask torch.is_grad_enabled()"
+            )
         if retry("read the random streams", lambda: streams.moved(expected)):
             raise ReplayUnsafeError(
                 "embed_fn drew other random numbers when it ran again, so its gradient is not "
@@ -261,7 +280,7 @@ class TwoPasses:
 
     def close(self) -> None:
         """Drop the embeddings and their gradients."""
-        self._cache = self._first_piece = None
+        self._cache = self._loss = None
 
 
 class Unweighted(Counts):

@@ -1,0 +1,188 @@
+"""The decision how the fields of a ragged batch are cut, once all of it has been seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from elastic_mbs.batch.containers import Path, dotted
+from elastic_mbs.batch.ragged.fields import RaggedField, RowsOf
+from elastic_mbs.batch.ragged.relations import How, Member, Relation, rows_in
+from elastic_mbs.batch.ragged.rows import Rows, whole_numbers
+from elastic_mbs.errors import BatchError
+
+
+class Belongs(Enum):
+    """A reading of a value that was clear in one batch, kept for those in which it is not."""
+
+    ROWS = auto()  # its rows belong to samples in unequal numbers
+    SAMPLES = auto()  # one per sample
+    WHOLE = auto()  # the same for all samples
+
+
+class RaggedNode(Protocol):
+    """A value of the batch whose cut is to be settled."""
+
+    path: Path
+    value: Any
+    ragged: RaggedField | None
+    dim: int
+    size: int
+
+
+Asked = Sequence[tuple[RaggedNode, Member]]
+
+
+def settle(
+    batch: Any,
+    asked: Asked,
+    samples: int | None,
+    known: dict[Path, Any],
+    plain: Iterable[Path],
+) -> int:
+    """Settle how ragged fields are cut, and return the number of samples.
+
+    Args:
+        batch: all of it, in which the sources are found.
+        asked: the fields.
+        samples: of the other parts of the batch; None where there are none.
+        known: readings of earlier batches; those of this one are added.
+        plain: fields with one value per sample beside ragged ones.
+
+    Raises:
+        BatchError: the fields contradict each other, or can be read in two ways.
+    """
+    known |= {path: Belongs.SAMPLES for path in plain if path not in known}
+    settled = _Settled(batch, asked, samples)
+    for node, member in asked:
+        node.ragged = settled.field(node.path, node.value, member, known)
+        if node.ragged is not None:
+            node.dim, node.size = node.ragged.dim, settled.samples
+    settled.ask()
+    return settled.samples
+
+
+class _Settled:
+    """The relations of one batch, each source read once.
+
+    Attributes:
+        samples: of the batch.
+    """
+
+    def __init__(self, batch: Any, asked: Asked, samples: int | None) -> None:
+        self._batch = batch
+        self._values: dict[Any, tuple[Tensor, str]] = {}
+        self._rows: dict[Any, Rows] = {}
+        self._unclear: list[tuple[Path, Relation]] = []
+        for node, member in asked:
+            values, name = self._source(node.path, member.relation)
+            told = member.relation.samples(values)
+            if told is not None and samples is not None and told != samples:
+                raise BatchError(
+                    f"{name} tells of {told} samples, and other parts of the batch have {samples}"
+                    f"{member.relation.hint}"
+                )
+            samples = told if samples is None else samples
+        if not samples:
+            raise BatchError(_without_samples(asked))
+        self.samples = samples
+
+    def _source(self, path: Path, relation: Relation) -> tuple[Tensor, str]:
+        value, name, place = relation.find(self._batch, path)
+        key = id(relation) if place is None else place
+        if key not in self._values:
+            self._values[key] = whole_numbers(value, name), name
+        return self._values[key]
+
+    def _rows_of(self, path: Path, relation: Relation, total: int) -> Rows:
+        values, source = self._source(path, relation)
+        key = (id(values), relation.how, total if relation.how is How.OFFSETS else 0)
+        if key not in self._rows:
+            self._rows[key] = relation.rows(values, self.samples, total, source)
+        return self._rows[key]
+
+    def field(
+        self, path: Path, value: Any, member: Member, known: dict[Path, Any]
+    ) -> RaggedField | None:
+        """Return the way to cut one field; None for one that every piece gets whole.
+
+        Args:
+            path: of the field.
+            value: of the field.
+            member: its part in the batch.
+            known: readings of earlier batches; this one's is added.
+        """
+        if member.starts is not None:
+            return member.starts
+        relation, name = member.relation, f'"{dotted(path)}"'
+        rows = self._rows_of(path, relation, rows_in(value, member.dim))
+        if not member.sure:
+            reading = self._reading(path, value, relation, rows, known)
+            if reading is not Belongs.ROWS:
+                return RowsOf(Rows(list(range(self.samples + 1)))) if reading else None
+        into = member.into
+        pointed = None if into is None else self._rows_of(path, into, 0)
+        return member.field(value, rows, name, pointed)
+
+    def _reading(
+        self, path: Path, value: Any, relation: Relation, rows: Rows, known: dict[Path, Any]
+    ) -> Belongs | None:
+        """Return how a field with as many rows as a relation tells of is read; None: is asked."""
+        size = _length(value)
+        # fewer rows than samples: the part that tells how many these are can be the odd one
+        by_index = relation.how is How.INDEX and isinstance(relation.by, str)
+        fewer = by_index and 0 < size < self.samples
+        if self.samples == 1 or not (fewer or size == self.samples):
+            known[path] = Belongs.ROWS
+            return Belongs.ROWS
+        one_each = size == self.samples and rows.bounds == list(range(size + 1))
+        if one_each and rows.order is None:
+            return Belongs.ROWS
+        if path not in known:
+            self._unclear.append((path, relation))
+        return known.get(path)
+
+    def ask(self) -> None:
+        """Raise a BatchError about the fields that can be read in two ways."""
+        if not self._unclear:
+            return
+        path, relation = self._unclear[0]
+        alike = [dotted(other) for other, each in self._unclear if each is relation]
+        names, key = ", ".join(f'"{name}"' for name in alike), self._source(path, relation)[1]
+        way = f"cut.ragged({names}, by={key})"
+        if relation.how in (How.OFFSETS, How.CUMULATED):
+            way = f"cut.packed({names}, cu_seqlens={key})"
+        plain = ", ".join(f'"{name}": 0' for name in alike)
+        raise BatchError(
+            f"{_some(alike)} can be read in two ways beside {key}: the batch has {self.samples} "
+            "samples, and no fewer than rows\n"
+            f"  one row per sample: dims={{{plain}}}\n"
+            f"  rows that {key} gives to the samples: dims={way}"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names[:4]) + (
+        f" and {len(names) - 4} more" if len(names) > 4 else ""
+    )
+
+
+def _length(value: Any) -> int:
+    shape = getattr(value, "shape", None)
+    return len(value) if shape is None else int(shape[0])
+
+
+def _without_samples(asked: Asked) -> str:
+    names = ", ".join([dotted(node.path) for node, _ in asked[:6]])
+    unsure = next((node.path for node, member in asked if not member.sure), None)
+    way = "the rows of each sample do: dims=cut.ragged(..., lengths=...)"
+    if unsure is not None:
+        name = dotted(unsure)
+        way = f'if "{name}" has one row per sample: dims={{"{name}": 0}}'
+    return (
+        f"nothing tells how many samples the batch has: {names} hold rows that belong to samples\n"
+        f"  {way}"
+    )

@@ -1,0 +1,135 @@
+"""A long log: exact sums, and a bounded number of events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from elastic_mbs import CallDone, UsageError
+from elastic_mbs.cli.report import render
+from elastic_mbs.cli.report.data import MARKS
+from elastic_mbs.cli.watch.follow import CHUNK, Follower
+from elastic_mbs.events import CallFailed, Event
+from elastic_mbs.sinks import log_reader
+from elastic_mbs.sinks.log_reader import MOST, Reader, read_log, read_runs
+from elastic_mbs.sinks.run_log import checked_path, event_line
+from tests.helpers.events import done, failure, log_of
+
+CALLS = 5 * MOST
+
+
+def long_log() -> list[tuple[float, Event]]:
+    """Return calls of two tracks and modes, failures, and a call that ended by an error."""
+    told: list[tuple[float, Event]] = []
+    for i in range(CALLS):
+        t = float(i)
+        call = done(mode="eval" if i % 3 == 0 else "train", micro_batch_size=8 + i % 5)
+        call = replace(
+            call, key=f"step {i % 2}", seconds=0.25 + i % 7, peak_reserved=10**9 + i % 11
+        )
+        if i % 100 == 7:
+            told.append((t, failure()))
+            call = replace(call, ooms=1, replayed_samples=4, seconds_lost=0.125)
+        told.append((t, call))
+    return [*told, (float(CALLS), CallFailed("run", "k", "ValueError", "no", 0, 1.5, 0.5))]
+
+
+def test_a_long_log_is_thinned_out_and_its_sums_are_exact() -> None:
+    told = long_log()
+    (run,) = read_runs(log_of(told).splitlines(keepends=True))
+    totals = run.totals
+    calls = [event for _, event in told if isinstance(event, CallDone)]
+    assert len(run.entries) <= 2 * MOST
+    assert totals.calls == len(calls) == CALLS
+    assert totals.samples == sum(call.samples for call in calls)
+    assert totals.evaluations == sum(call.mode == "eval" for call in calls)
+    assert totals.survived == totals.events["OutOfMemory"] == sum(call.ooms for call in calls)
+    assert totals.replayed == sum(call.replayed_samples for call in calls)
+    assert totals.seconds == pytest.approx(sum(call.seconds or 0.0 for call in calls))
+    assert totals.ended_seconds == pytest.approx(totals.seconds + 1.5)
+    assert totals.lost == pytest.approx(sum(call.seconds_lost for call in calls) + 0.5)
+    assert totals.peak == 10**9 + 10
+    assert totals.sizes == {call.key: call.micro_batch_size for call in calls[-2:]}
+    assert (totals.least["train"], totals.most["train"]) == (8, 12)
+    assert totals.t == CALLS
+    # What is kept lies evenly over the run, and the last of each kind is there.
+    kept = sorted(entry.t for entry in run.entries if isinstance(entry.event, CallDone))
+    assert max(b - a for a, b in pairwise(kept)) <= 16
+    assert kept[-1] == CALLS - 1
+    assert isinstance(run.entries[-1].event, CallFailed)
+
+
+def test_a_skimmed_line_counts_as_a_parsed_one() -> None:
+    lines = log_of(long_log()[: 2 * MOST]).splitlines(keepends=True)
+    parsed, skimmed = Reader(), Reader()
+    for line in lines:
+        parsed.feed(line)
+        if skimmed.skim(line) is None:
+            skimmed.feed(line)
+    ours, theirs = (next(iter(each.runs.values())).totals for each in (skimmed, parsed))
+    for name in ("calls", "samples", "evaluations", "survived", "replayed", "peak", "sizes"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.seconds == pytest.approx(theirs.seconds)
+
+
+def test_watch_and_report_of_a_long_log_show_its_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_mbs.cli.watch.follow.CHUNK", CHUNK // 16)
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(log_of(long_log()))
+    follower = Follower(path)
+    follower.read()
+    assert follower.current is not None
+    assert follower.current.run.totals.calls == CALLS
+    assert len(follower.current.losses) > 100
+    page = render(path)
+    assert f"{CALLS:,}" in page
+    assert len(page) <= 2 * 1024**2
+
+
+def test_a_page_shows_a_thousand_events_and_says_how_many_there_were(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    message = "x" * 5000
+    path.write_bytes(log_of([(i / 7, replace(failure(), message=message)) for i in range(3000)]))
+    page = render(path)
+    assert "3,000 events, " in page
+    assert page.count("<tr>") <= MARKS + 1
+    assert len(page) <= 2 * 1024**2
+
+
+@pytest.mark.parametrize("t", ["1e308", "-1e308", "Infinity", "NaN", '"Infinity"'])
+@pytest.mark.parametrize("name", [b'"t":', b'"time":'])
+def test_a_line_of_an_impossible_time_is_passed_over(t: str, name: bytes, tmp_path: Path) -> None:
+    good = event_line(done(), "run", 2.0, 1.7e9)
+    begin, end = good.split(name)
+    bad = begin + name + t.encode() + b"," + end.partition(b",")[2]
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(log_of([(1.0, done())]) + bad)
+    (run,) = read_log(path)
+    assert run.totals.calls == 1
+    render(path)
+
+
+def test_sums_of_calls_leave_out_times_that_no_call_takes() -> None:
+    (run,) = read_runs(log_of([(1.0, done(seconds=1e308)), (2.0, done(seconds=0.5))]).splitlines())
+    assert run.totals.seconds == 0.5
+
+
+def test_a_path_that_is_too_long_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)
+    for refused in (lambda: checked_path(path), lambda: read_log(path)):
+        with pytest.raises(UsageError, match="name too long"):
+            refused()
+
+
+def test_whole_numbers_out_of_range_are_no_facts_of_an_event() -> None:
+    line = event_line(done(), "run", 1.0, 1.7e9).replace(b'"samples":64', b'"samples":%d' % 10**400)
+    reader = Reader()
+    run = reader.feed(line)
+    assert run is not None
+    assert run.entries[0].event is None
+    assert log_reader.plausible(None) is None
