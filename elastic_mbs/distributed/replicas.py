@@ -330,9 +330,7 @@ class Replicas:
     # ------------------------------------------------------------------ beside the calls
 
     def agree(self, error: BaseException | None) -> str:
-        """Vote on an optimizer's step; see `Peers`."""
-        if self._control.broken:
-            return self._control.broken if error is None else ""
+        """Vote on an optimizer's step; see `Peers`. It replaces no error."""
         try:
             rows = self._control.meet(Place.STEP, failed=error is not None)
             failed = any(row.failed for row in rows)

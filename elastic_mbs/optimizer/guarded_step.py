@@ -18,8 +18,7 @@ and needs no copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -76,10 +75,9 @@ class GuardedStep:
                     step.skip_hooks_before()
                 _retry(self._resources, what, step.make, passes=step.passes)
             except BaseException as error:
-                self._resources.peers.agree(error)
+                if step is None or not step.voted:
+                    self._resources.peers.agree(error)
                 raise
-            self._agree(step)
-            _retry(self._resources, what, step.end, passes=step.passes)
         except (OptimizerStepError, PeerError):
             if step is not None and step.hooked:
                 self._hooked[optimizer] = _gradients(optimizer)
@@ -87,20 +85,6 @@ class GuardedStep:
         finally:
             # an interrupt between a `torch.no_grad()` block and its exit leaves them disabled
             torch.set_grad_enabled(gradients)
-
-    def _agree(self, step: _Step) -> None:
-        """Take the step back where another rank could not make it."""
-        try:
-            why = self._resources.peers.agree(None)
-        except BaseException as error:
-            step.take_back(str(error))
-            raise
-        if why:
-            step.take_back(why)
-            raise PeerError(
-                "another rank could not make this optimizer step, so no rank has made it, and it "
-                f"may be made again: {why}"
-            )
 
 
 def refuse_closure(closure: object) -> None:
@@ -142,6 +126,8 @@ class _Step:
         states = getattr(resources.settings.scaler, "_per_optimizer_states", None)
         # the scaler's notes: unscaled or not, stepped or not
         self._scaler_state: dict[str, Any] = {} if states is None else states[id(optimizer)]
+        self.voted = resources.peers.alone  # this rank has told the others that it has made it
+        self._agreed = self.voted  # all have made it
         self._made = False
         self._lost = False  # it ended half-way, and there are no copies
         self._half_made = False  # from its first change until it is whole or rolled back
@@ -160,41 +146,19 @@ class _Step:
         return self._hooks.running or self._lost
 
     def make(self) -> None:
-        """Make the step, and keep the copies.
+        """Make the step.
 
         After an out-of-memory error it can be called again and continues where it stopped.
         """
-        with self._settling():
+        try:
             if not self._made:
                 _retry(self._resources, "unscale the gradients", self._unscale)
                 self._remember(OptimizerSnapshot.of(self._optimizer))
                 self._scaler_before = dict(self._scaler_state)
                 self._try_in_order()
-
-    def end(self) -> None:
-        """Run the hooks that follow a step that was made. May be called again, as `make`."""
-        with self._settling():
+            if not self.voted:
+                self._vote()
             self._hooks.run_after()
-
-    def take_back(self, why: str) -> None:
-        """Undo a step that was made, because another rank could not make it.
-
-        Raises:
-            OptimizerStepError: there are no copies.
-        """
-        if self._runs_without_copies():
-            raise OptimizerStepError(
-                "a fused step, of which no copies are taken, was made here and not on another "
-                f"rank: load the last checkpoint on all ranks. The other rank: {why}"
-            )
-        self._made = False
-        self._roll_back()
-
-    @contextmanager
-    def _settling(self) -> Iterator[None]:
-        """Leave a step that is whole, or that has changed nothing, and say which."""
-        try:
-            yield
         except BaseException as error:
             if self._half_made or self._made:
                 error.add_note(f"elastic_mbs: {self._settle()}.")
@@ -202,6 +166,25 @@ class _Step:
         finally:
             if self._half_made:  # an interrupt has struck inside the lines above
                 self._settle()
+
+    def _vote(self) -> None:
+        """Take the step back where another rank could not make it."""
+        self.voted = True
+        why = self._resources.peers.agree(None)
+        if not why:
+            self._agreed = True
+            return
+        if self._runs_without_copies():
+            raise OptimizerStepError(
+                "a fused step, of which no copies are taken, was made here and not on another "
+                f"rank: load the last checkpoint on all ranks. The other rank: {why}"
+            )
+        self._made = False
+        self._roll_back()
+        raise PeerError(
+            "another rank could not make this optimizer step, so no rank has made it, and it may "
+            f"be made again: {why}"
+        )
 
     def _remember(self, snapshot: OptimizerSnapshot) -> None:
         self._snapshot = snapshot
@@ -361,7 +344,8 @@ class _Step:
 
     def _settle(self) -> str:
         """Complete or undo the step where possible, and return the result in words."""
-        if not self._made and not self._runs_without_copies():
+        if not self._runs_without_copies() and not (self._made and self._agreed):
+            self._made = False
             self._roll_back()
             return "parameters and optimizer state are as they were before this step"
         self._take_off()
