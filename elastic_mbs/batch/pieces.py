@@ -88,6 +88,10 @@ class Costs(Protocol):
     """
 
     @property
+    def each(self) -> Sequence[int]:
+        """The elements of each sample."""
+
+    @property
     def unit(self) -> int:
         """The elements of the largest sample."""
 

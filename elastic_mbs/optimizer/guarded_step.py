@@ -264,6 +264,8 @@ class _Step:
     def _no_room(self, verdict: oom.Verdict, *, singly: bool) -> OptimizerStepError:
         """Return the error for a step that fits in none of the ways."""
         how = ", not even one parameter at a time" if singly else ""
+        fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        other = "" if fused else "fused=True (no copies once its state exists) or foreach=False; "
         return OptimizerStepError(
             f"{type(self._optimizer).__name__}.step() does not fit{how}. "
             f"It asked for {format_bytes(verdict.requested)}; "
@@ -272,8 +274,7 @@ class _Step:
             "a step that fails half-way could not go back. "
             "Parameters and state are as they were before it and the gradients are there, so it "
             "may be called again. "
-            "Ways out: free what others hold; fused=True (no copies, no temporaries) or "
-            "foreach=False; an optimizer with a smaller state; "
+            f"Ways out: free what others hold; {other}an optimizer with a smaller state; "
             f"optimizer.step() without this guard. The error was: {verdict.message}"
         )
 

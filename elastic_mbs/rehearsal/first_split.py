@@ -92,7 +92,8 @@ class FirstSplit:
     def _compare(self, parts: CallParts, loss_fn: LossFn) -> VerifyReport:
         batch = parts.batch
         signs = Signs(batch.view, batch.counts, self._resources.settings.limits)
-        report = self._verify(parts, loss_fn, signs.fewest(_FEW))
+        least = min(parts.progress.size, _FEW)  # as many as fit for sure
+        report = self._verify(parts, loss_fn, signs.fewest(least, _FEW))
         if report.ok:
             return report
         # More samples tell more of the reason; what they do not bear out is no finding.

@@ -46,13 +46,16 @@ class Signs:
         count = max(2 * limits.floor, samples // limits.align * limits.align)
         return self._best(min(count, self._length))[:2]
 
-    def fewest(self, most: int) -> tuple[int, int]:
+    def fewest(self, least: int, most: int) -> tuple[int, int]:
         """Return the first, and the number, of the fewest neighbours that tell as much as any.
 
         Args:
+            least: how many to take at least.
             most: how many to take at most, if they make two pieces at least.
         """
-        start, count, told = self._best(min(2 * self._limits.floor, self._length))
+        align = self._limits.align
+        count = max(2 * self._limits.floor, least // align * align)
+        start, count, told = self._best(min(count, self._length))
         while told < len(self._signs) and count * 2 <= min(most, self._length):
             start, count, told = self._best(count * 2)
         return start, count
@@ -74,8 +77,10 @@ def _signs(view: BatchView) -> Iterator[list[int]]:
     """Yield a number per sample for each tensor of whole numbers or flags.
 
     It is the label where there is one, else how many labels are padding: the value that the most
-    samples end with.
+    samples end with. Where samples bring rows in unequal numbers, their size is one, too.
     """
+    if view.costs is not None:
+        yield list(view.costs.each)
     order = None if view.sorted is None else view.sorted.order
     for _, tensor in view.named_tensors():
         rows = rows_of(view, tensor)

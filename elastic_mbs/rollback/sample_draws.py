@@ -55,7 +55,8 @@ class SampleDraws(VersionedMode):
             own = " with a generator of its own" if draw is not None else ""
             raise UsageError(
                 f'draws="sample" cannot draw {func} for each sample{own}: use dropout, rand, '
-                "randn, randint, their _like forms, bernoulli or normal without generator=, or "
+                "randn, randint, their _like forms, bernoulli, normal, exponential_ or multinomial "
+                "without generator=, or "
                 'GradientOptions(draws="piece")'
             )
         return draw(self, func, args, kwargs)
@@ -183,6 +184,17 @@ def _normal(mode: SampleDraws, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _multinomial(mode: SampleDraws, func: Any, args: Any, kwargs: Any) -> Tensor:
     weights, number, *others = args
+    if weights.ndim == 1:  # one draw for each sample, from the same weights
+        if not (others and others[0]):
+            raise UsageError(
+                'draws="sample" cannot draw torch.multinomial without replacement for each sample, '
+                "because each depends on the others: draw before the call, or use "
+                'GradientOptions(draws="piece")'
+            )
+        return mode.fill(
+            torch.empty(number, dtype=torch.int64, device=weights.device),
+            lambda row, generator: row.copy_(func(weights, 1, True, generator=generator)[0]),
+        )
     out = torch.empty((*weights.shape[:-1], number), dtype=torch.int64, device=weights.device)
     rows = iter(weights)
     return mode.fill(

@@ -78,6 +78,7 @@ def many(x: Tensor, weight: Tensor) -> Tensor:
         torch.empty(n, 6).random_(3, 9),
         torch.empty(n, 6).random_(7),
         torch.multinomial(x.sigmoid(), 6, replacement=True),
+        torch.multinomial(torch.ones(10), n, replacement=True)[:, None].expand(n, 6),
         torch.empty(6, n).t().normal_(),  # laid out otherwise
         functional.dropout(x, 0.5),
         torch.native_dropout(x, 0.5, True)[0],
@@ -173,6 +174,7 @@ def split(loss: Callable[[Tensor], Tensor], model: nn.Module) -> None:
         (lambda x: torch.rand(3).sum(), r"shape \(3,\) were drawn for 2 samples"),
         (lambda x: torch.rand(()), r"shape \(\) were drawn"),
         (lambda x: torch.randperm(len(x)).sum(), "cannot draw aten.randperm"),
+        (lambda x: torch.multinomial(torch.ones(9), len(x)).sum(), "without replacement"),
         (lambda x: functional.rrelu(x, training=True).sum(), "cannot draw aten.rrelu"),
         (
             lambda x: torch.rand(len(x), generator=torch.Generator()).sum(),

@@ -186,11 +186,10 @@ def note_piece(parts: CallParts, attempt: Attempt, error: BaseException) -> None
     """Note on an error of the user's step that it ran on a piece, which can be the reason."""
     size, samples = len(attempt), parts.batch.view.length
     if size < samples and isinstance(error, Exception) and not isinstance(error, ElasticMBSError):
-        _add_note(
-            error,
-            f"elastic_mbs: raised in a piece of {size} of {samples} samples. If the step needs "
-            f"more at once: Policy(min_micro_batch_size={size + 1})",
-        )
+        note = f"elastic_mbs: raised in a piece of {size} of {samples} samples"
+        if size == 1:  # a shape without its first dimension (`squeeze`), statistics of one sample
+            note += ". If the step needs more at once: Policy(min_micro_batch_size=2)"
+        _add_note(error, note)
 
 
 def tell(parts: CallParts, error: BaseException) -> None:
