@@ -395,7 +395,21 @@ def _is_state(before: Snapshot, i: int) -> bool:
     if place.kind != "tensor":
         return True
     now = place.owner.get(place.name)
-    return isinstance(now, Tensor) and not now.requires_grad and now.shape == then.shape
+    if not isinstance(now, Tensor) or now.requires_grad:
+        return False
+    return now.shape == then.shape or _has_grown(then, now)
+
+
+def _has_grown(then: Tensor, now: Tensor) -> bool:
+    """Return whether the rows of one tensor are the first or the last ones of a longer one."""
+    if not (copyable(then) and copyable(now)):
+        return False
+    if not then.numel():
+        return True  # torch joins an empty one to rows of any width
+    if not 0 < then.ndim == now.ndim:
+        return False
+    rows, kept = len(then), then.detach().to("cpu")
+    return rows < len(now) and any(same_bits(kept, each) for each in (now[:rows], now[-rows:]))
 
 
 def _numbers(module: nn.Module) -> Key:

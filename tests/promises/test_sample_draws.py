@@ -199,3 +199,25 @@ def test_attention_without_dropout_draws_nothing() -> None:
         ).mean(),
         nn.Linear(2, 1),
     )
+
+
+def test_a_loss_over_embeddings_draws_the_same_for_every_split() -> None:
+    def gradient(size: int, *at: int) -> tuple[list[Tensor], Tensor]:
+        torch.manual_seed(0)
+        model, drop = nn.Linear(6, 4).double(), nn.Dropout(0.3)
+        x = torch.randn(SAMPLES, 6, dtype=torch.float64)
+        mbs = elastic(model, micro_batch_size=size, gradients=GradientOptions(draws="sample"))
+
+        def loss_fn(z: Tensor) -> Tensor:
+            noisy = z + torch.randn_like(z)  # in the loss itself, which sees the whole batch
+            return (noisy @ noisy.T).logsumexp(1).mean()
+
+        with InjectOOM(at=at):
+            mbs.backward_embeddings(lambda piece: drop(model(piece)), loss_fn, x)
+        return [p.grad.clone() for p in model.parameters()], torch.get_rng_state()  # type: ignore[union-attr]
+
+    whole, streams = gradient(SAMPLES)
+    for size, *at in [(4,), (1,), (SAMPLES, 9), (5, 30)]:
+        found, after = gradient(size, *at)
+        assert all(map(torch.allclose, found, whole)), (size, at)
+        assert torch.equal(after, streams), (size, at)

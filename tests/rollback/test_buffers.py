@@ -376,12 +376,36 @@ def test_containers_of_a_module_are_put_back_with_their_items(known: bool) -> No
     assert module.last.maxlen == 2
 
 
+@pytest.mark.parametrize("start", [numbers(), numbers(1, 2)])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_bank_that_grows_in_an_attribute_is_put_back(start: Tensor, first: bool) -> None:
+    module = Holder(kept=numbers(1))
+    copies, known = BufferCopies(), start
+
+    def grow(*new: float) -> Tensor:
+        both = [numbers(*new), vars(module)["bank"]]
+        vars(module)["bank"] = torch.cat(both if first else both[::-1])
+        grown: Tensor = vars(module)["bank"]
+        return grown
+
+    vars(module)["bank"] = start
+    copies.begin_call([module])
+    known = grow(3, 4)
+    copies.end_clean_piece()
+    for _ in range(2):  # in the first call, and in a later one
+        copies.begin_piece()
+        grow(5, 6)
+        assert copies.restore(to_call_start=False) is None
+        assert torch.equal(vars(module)["bank"], known)
+        copies.begin_call([module])
+
+
 def test_features_that_a_module_stores_are_not_copied() -> None:
     module = Holder(kept=numbers(1))
     vars(module)["features"] = numbers(1, 2)
     copies = BufferCopies()
     copies.begin_call([module])
-    vars(module)["features"] = numbers(1, 2, 3)  # of the piece: of another length
+    vars(module)["features"] = numbers(4, 5, 6)  # of the piece: of another length
     copies.end_clean_piece()
     copies.begin_call([module])
     vars(module)["features"] = latest = numbers(4)

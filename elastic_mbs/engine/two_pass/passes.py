@@ -17,6 +17,7 @@ would. Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under M
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from elastic_mbs.engine.two_pass.cache import (
 )
 from elastic_mbs.errors import BatchError, LossError, MisuseError, ReplayUnsafeError
 from elastic_mbs.rollback.random_streams import StreamState
+from elastic_mbs.rollback.sample_draws import SampleDraws
 
 _FIRST = Pass(training=False, outputs="device")
 # Bound, so that a failure restarts the batch, in two passes.
@@ -208,7 +210,9 @@ class TwoPasses:
         settings, view = self._parts.resources.settings, self._parts.batch.view
         by_length = view.sorted
         order = None if by_length is None else by_length.order
-        with torch.enable_grad():
+        by_sample = settings.gradients.draws == "sample"
+        draws = SampleDraws(0, view.length) if by_sample else nullcontext()
+        with torch.enable_grad(), draws:
             return EmbeddingCache(embeddings, self._loss_fn, order, settings.scaler, self._place())
 
     def _place(self) -> Place:
