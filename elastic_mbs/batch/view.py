@@ -149,6 +149,11 @@ class BatchView:
             todo.extend(node.children.values())
         return None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
     def versions(self) -> tuple[int, ...]:
         """Return the tensors' version counters, by which an edit in place is noticed."""
         try:

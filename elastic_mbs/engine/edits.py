@@ -12,12 +12,16 @@ from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.knowledge import LossProfile
 from elastic_mbs.errors import BatchError
 
+SMALL = 2**16
+"""Bytes of a batch that is copied because its step may edit it: a plan does not count them."""
+
 
 class BatchEdits:
     """The versions of a batch's tensors, by which a step that edits its samples is noticed.
 
-    In the first call of a function every piece is a copy, because it can be such a step. Not where
-    pieces share a tensor, which would look unedited to the ones after.
+    In the first call of a function every piece of a small batch is a copy, because it can be such a
+    step. Not where pieces share a tensor, which would look unedited to the ones after. A large
+    batch on the host is copied anyway, on its way to a device.
 
     Attributes:
         copies: pieces are copies.
@@ -31,8 +35,8 @@ class BatchEdits:
         self._view = view
         self._profile = profile
         self._versions = view.versions()  # at the call's start
-        if profile.edits_batch or not (profile.seen or view.has_whole):
-            self.copies = True
+        first = not (profile.seen or view.has_whole)
+        self.copies = profile.edits_batch or (first and view.nbytes < SMALL)
 
     def found(self) -> bool:
         """Return whether a tensor of the batch was edited since the call began."""

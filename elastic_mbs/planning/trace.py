@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.counts import Counts
@@ -62,12 +63,7 @@ class Tracer:
         data = self._data(start, stop, values)
         # a batch can require grad: taken whole it is among the fakes, and else its own leaf
         inputs = [t for t in (*tensors_in(data), *self.view.tensors) if t.requires_grad]
-        hooks = [
-            leaf.register_post_accumulate_grad_hook(timeline.committed)
-            for leaf in dict.fromkeys([*self.leaves(), *filter(_is_leaf, inputs)])
-        ]
-        for leaf in self.leaves():
-            leaf.grad = None
+        hooks = self._emptied(inputs, timeline)
         try:
             with (
                 _gradients_may_be_asked_for(inputs),
@@ -79,7 +75,10 @@ class Tracer:
             ):
                 data = to_device(data, self.context.piece_device)
                 with made(way, self.context, data, timeline) as moved:
-                    self._backward(self._loss_of(self.loss_fn(data)))
+                    value = self.loss_fn(data)  # kept during backward, as a call keeps it
+                    terms, _ = read_losses(value, self.counts.names)
+                    check_graph(terms)
+                    self._backward(weighted_sum(terms, self._weights()))
         finally:
             drop_unrun()
             torch.clear_autocast_cache()  # around loss_fn, it holds casts of fakes
@@ -94,11 +93,9 @@ class Tracer:
             0 if moved is None else moved.bytes,
         )
 
-    def _loss_of(self, value: Any) -> Tensor:
-        """Return the sum of all losses: fakes have no values, so none may be left out."""
-        terms, _ = read_losses(value, self.counts.names)
-        check_graph(terms)
-        return weighted_sum(terms, dict.fromkeys(self.counts.names or (None,), 1.0))
+    def _weights(self) -> Mapping[str | None, float]:
+        """Return a weight for each loss: fakes have no values, so none may be left out."""
+        return dict.fromkeys(self.counts.names or (None,), 1.0)
 
     def _data(self, start: int, stop: int, values: Values) -> Any:
         """Return some samples as fakes, and note the values that are known."""
@@ -109,6 +106,15 @@ class Tracer:
             return fake
 
         return map_tensors(self.view.piece(start, stop), faked)
+
+    def _emptied(self, inputs: list[Tensor], timeline: Timeline) -> list[RemovableHandle]:
+        """Empty the gradients, and return hooks that note when they are made."""
+        for leaf in self.leaves():
+            leaf.grad = None
+        return [
+            leaf.register_post_accumulate_grad_hook(timeline.committed)
+            for leaf in dict.fromkeys([*self.leaves(), *filter(_is_leaf, inputs)])
+        ]
 
     def leaves(self) -> list[Tensor]:
         return [self.fakes(leaf) for leaf in self.context.model.leaves]

@@ -56,6 +56,8 @@ def contents(model: nn.Module) -> Iterator[tuple[Any, ...]]:
     """Yield all that the modules hold, with the identities, versions and values of tensors."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
+            if key == "_elastic_mbs":  # the place of its runtime
+                continue
             inside = (
                 list(value.items() if isinstance(value, dict) else enumerate(value))
                 if isinstance(value, dict | list)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elastic_mbs import GradientOptions, UsageError, elastic_step
+from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.events import Event, Warned
 from elastic_mbs.testing import InjectOOM
 from tests.engine.test_verify import Traced
@@ -84,14 +85,15 @@ def test_a_wrong_loss_is_warned_of_once_in_one_line_with_the_way_out(
     assert sum(message in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_right_loss_costs_three_runs_of_two_samples_at_most_once() -> None:
+def test_a_right_loss_is_compared_once_on_as_many_samples_as_fit() -> None:
     model, runs = mlp(), list[int]()
     mbs = elastic(model, micro_batch_size=4)
     for _ in range(3):
         mbs.backward(counted(model, runs), pairs())
-    assert runs == [4, 4, 2, 1, 1, 4, 4, 4, 4]
+    compared = [4, 1, 1, 1, 1, 2, 2]
+    assert runs == [4, 4, *compared, 4, 4, 4, 4]
     mbs.backward(lambda b: counted(model, runs)(b), pairs())  # another function
-    assert runs[9:] == [4, 4, 2, 1, 1]
+    assert runs[13:] == [4, 4, *compared]
 
 
 def test_switched_off_nothing_runs() -> None:
@@ -221,8 +223,8 @@ def test_a_lack_of_memory_in_it_is_no_ones_and_it_tries_again_three_times_at_mos
     fails = 2
 
     def loss_fn(b: Pair) -> Any:
-        if len(b[0]) == 2:
-            few.append(2)
+        if len(b[0]) == 4 and running_call() is None:  # the comparison's whole
+            few.append(4)
             if len(few) <= fails:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         return cross_entropy(model)(b)
