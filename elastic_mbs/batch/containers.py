@@ -452,6 +452,24 @@ def walk(obj: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from walk(part, (*path, key))
 
 
+def unmatched(names: Iterable[str], obj: Any) -> list[str]:
+    """Return the names that stand for nothing in `obj`, neither a part nor an attribute."""
+    places: list[tuple[Path, Any]] = [((), obj), *walk(obj)]
+    known = {name for path, _ in places for name in suffixes(path)}
+    owners = [
+        value
+        for _, value in places
+        if kind_of(type(value)).role in (Role.FIELDS, Role.CUSTOM)
+        and type(value) not in (dict, tuple)
+    ]
+    return [
+        name
+        for name in names
+        if name not in known
+        and not any(hasattr(value, name.rpartition(".")[2]) for value in owners)
+    ]
+
+
 def lookup(obj: Any, key: str | int) -> Any:
     """Return the value at a name, a dotted path or an index; a LookupError lists the names."""
     name, places = str(key), list(walk(obj))

@@ -234,6 +234,11 @@ def _on_host(result: Any, where: str) -> list[Any]:
     ]
 
 
+def _per_row(valid: Tensor) -> Tensor:
+    """Return the number of true elements in each row."""
+    return valid.sum(dim=tuple(range(1, valid.ndim))) if valid.ndim > 1 else valid.long()
+
+
 def _number(value: Any, i: int, where: str) -> int | float:
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
@@ -297,8 +302,11 @@ class count_tokens:
 
         With `shift` the first row of each sample is left out.
         """
-        labels = torch.as_tensor(labels) if _is_array(labels) else labels
-        valid = (labels != self.ignore_index).movedim(dim, 0).flatten(1).sum(1).cpu()
+        if isinstance(labels, list | tuple):
+            rows_valid = [int(self._valid(row).sum()) for row in labels]
+            valid = torch.tensor(rows_valid, dtype=torch.int64)
+        else:
+            valid = _per_row(self._valid(labels).movedim(dim, 0)).cpu()
         if rows.order is not None:
             valid = valid[rows.order]
         each = [part[int(self.shift) :] for part in valid.split(rows.lengths)]
@@ -319,8 +327,10 @@ class count_tokens:
                 f"{'(N, L, ...)' if self.shift else '(N, ...)'}"
             )
         labels = labels.movedim(dim, 0)
-        valid = (labels[:, 1:] if self.shift else labels) != self.ignore_index
-        return valid.sum(dim=tuple(range(1, labels.ndim))) if labels.ndim > 1 else valid.long()
+        return _per_row((labels[:, 1:] if self.shift else labels) != self.ignore_index)
+
+    def _valid(self, labels: Any) -> Tensor:
+        return torch.as_tensor(labels) != self.ignore_index
 
     def _count_sample(self, sample: Any) -> Any:
         sample = (

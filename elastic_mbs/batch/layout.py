@@ -21,6 +21,8 @@ dimensions and of one dtype, or containers of one type) and one of these is true
   targets or alone. Either way the batch has N samples, so nothing else shows which is meant;
 - everything that is cut lies in several such lists of one length: what `zip(*samples)` makes;
 - it is all that there is, and holds more than `MANY` tensors of one shape;
+- it is all that there is, and the shapes of its tensors differ beyond dim 0: pictures (3, H, W). It
+  has more tensors than N, or pictures' 3 or 4 channels; a pair (x, y) differs, too;
 - it is a list of containers, and both lengths are possible.
 
 Tensors are not asked about: in a dict of tensors with N rows, a tuple `(x, y)` or the batch of a

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
 
+from elastic_mbs.batch.containers import dotted, unmatched, walk
 from elastic_mbs.batch.counts import CountFn, Counts, looks_like_token_labels
 from elastic_mbs.batch.cut import Dims
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.ragged.relations import Placeholders
 from elastic_mbs.batch.view import BatchView, check_graphs
 from elastic_mbs.errors import BatchError, UsageError
+
+_NAMED = 8  # names of a batch in a warning
 
 Count = CountFn | Mapping[str, CountFn | None] | None
 
@@ -89,6 +93,9 @@ class BatchReader:
                 sequence_first=None if self._dims else self._sequence_first(),
             ):
                 self._warn_once(kind, sentence)
+            if self._dims:
+                for missing, sentence in absent(self._dims, batch):
+                    self._warn_once(f"dims {name} {missing}", sentence)
             self._looked_at.add(name)
         check_graphs(view)
         return view
@@ -191,6 +198,26 @@ def first_look(
                 "What belongs to the samples goes into the batch, as in backward(loss_fn, (x, y))",
             )
             return
+
+
+def absent(dims: Dims, batch: Any) -> Iterator[tuple[str, str]]:
+    """Yield (name, sentence) of each name in `dims` that the batch does not have.
+
+    It is no error: some batches of a loader can lack a field.
+    """
+    missing = unmatched(map(str, dims), batch)
+    if not missing:
+        return
+    names = list(dict.fromkeys(dotted(path) for path, _ in walk(batch)))
+    for name in missing:
+        near = get_close_matches(name, names, 3) or names[:_NAMED]
+        has = f"which has {', '.join(map(repr, near))}" if near else "which has no named parts"
+        more = " and others" if set(names) - set(near) and near else ""
+        yield (
+            name,
+            f"dims names {name!r}, which stands for nothing in the batch, {has}{more}: it says "
+            "nothing there. If the field can be absent, that is right",
+        )
 
 
 def _along_time(view: BatchView, module: str) -> Iterator[tuple[str, str]]:

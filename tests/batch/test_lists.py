@@ -301,3 +301,44 @@ def test_a_list_of_0d_tensors_has_one_item_per_sample() -> None:
     assert (
         BatchView({"x": rows(4), "y": scalars[:2]}, cut.whole("y")).piece(0, 1)["y"] == scalars[:2]
     )
+
+
+@pytest.mark.parametrize(
+    ("samples", "fields"),
+    [
+        ([torch.zeros(3, 20 + i, 30 - i) for i in range(8)], 3),
+        ([torch.zeros(3, 20, 30), torch.zeros(3, 21, 30)], 3),
+        ([torch.zeros(1, 50 + i) for i in range(6)], 1),
+        ([torch.zeros(4, 5 + i) for i in range(5)], 4),
+    ],
+    ids=["pictures", "two pictures", "mono sound", "sound"],
+)
+def test_a_lone_list_of_samples_of_different_sizes_is_asked_about(
+    samples: list[torch.Tensor], fields: int
+) -> None:
+    count = len(samples)
+    for batch, name in ((samples, ""), ({"images": samples}, '"images"')):
+        with pytest.raises(BatchError, match=f"as {count} fields of {fields} samples") as caught:
+            BatchView(batch)
+        assert f"dims=cut.items({name})" in str(caught.value)
+        assert f"dims=cut.fields({name})" in str(caught.value)
+    assert BatchView(samples, cut.items()).piece(0, 1) == samples[:1]
+    assert BatchView(samples, cut.fields()).length == fields
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [rows(8, 5), rows(8, 1)],
+        [rows(4, 5), rows(4, 1)],
+        [rows(1, 5), rows(1, 1)],
+        [rows(8, 3, 4, 4), rows(8, 3, 8, 8)],
+        [rows(8, 6, 5), rows(8, 7, 5)],
+        (rows(3, 6, 5), rows(3, 7, 5)),
+        [rows(3, 6, 5), rows(3)],
+        {"images": [rows(3, 6, 5), rows(3, 7, 5)], "labels": rows(3)},
+    ],
+)
+def test_inputs_and_targets_that_differ_are_not_asked_about(batch: Any) -> None:
+    parts = batch["images"] if isinstance(batch, dict) else batch
+    assert BatchView(batch).length == len(parts[0])

@@ -14,7 +14,7 @@ from elastic_mbs.batch import cut
 from elastic_mbs.batch.agreement.evidence import Evidence, Way
 from elastic_mbs.batch.agreement.questions import outermost
 from elastic_mbs.batch.agreement.texts import MOST_NAMES, line_on
-from elastic_mbs.batch.containers import Path, alike, suffixes, walk
+from elastic_mbs.batch.containers import Path, alike, unmatched
 from elastic_mbs.batch.layout import Cut, Layout, Node
 
 # The number of samples under given `dims`; None where the batch is refused.
@@ -38,9 +38,8 @@ def disagreement(layout: Layout, root: Node, reads: Reads) -> str:
     lines += [f"  {line_on(leaf)}" for leaf in shown]
     if len(leaves) > len(shown):
         lines.append(f"  … and {len(leaves) - len(shown)} more")
-    lines += _offers(layout, root, leaves, reads)
-    lines += _ways(sizes)
-    unused = _unused(layout, root.value)
+    lines += _offers(layout, root, leaves, reads) or _ways(sizes)
+    unused = ", ".join(map(repr, unmatched(layout.dims, root.value)[:MOST_NAMES]))
     return "\n".join(lines) + (
         f"\n  dims names {unused}, which the batch does not have" if unused else ""
     )
@@ -64,14 +63,6 @@ def _ways(sizes: Sequence[int]) -> list[str]:
         "  one entry per sample in a list: cut.items(...); a class of your own: register_splitter",
         "  samples on dim 1: dims={name: 1}; what all of them share (class weights): cut.whole",
     ]
-
-
-def _unused(layout: Layout, batch: Any) -> str:
-    places: list[tuple[Path, Any]] = [((), batch), *walk(batch)]
-    unused = [
-        repr(name) for name in layout.dims if not any(name in suffixes(path) for path, _ in places)
-    ]
-    return ", ".join(unused[:MOST_NAMES])
 
 
 def _offers(layout: Layout, root: Node, leaves: Sequence[Node], reads: Reads) -> list[str]:

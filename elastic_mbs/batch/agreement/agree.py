@@ -62,7 +62,7 @@ class Agreement:
         layout, sizes = self.layout, {leaf.size for leaf in self.leaves}
         if len(sizes) > 1:
             raise BatchError(disagreement(layout, self.root, self._samples))
-        if layout.ragged:
+        if layout.ragged and sizes != {0}:
             plain = [leaf.path for leaf in self.leaves if leaf.path[:-1] in layout.keyed]
             rest = next(iter(sizes), None)
             sizes = {settle(self.root.value, layout.ragged, rest, layout.known, plain)}

@@ -13,6 +13,8 @@ from elastic_mbs.batch.layout import MANY, Cut, Layout, Node, call, quoted, wher
 from elastic_mbs.errors import BatchError
 
 _WHOLE_NUMBERS = {torch.int64, torch.int32}
+_CUT = {Cut.NARROW, Cut.COPY}
+_CHANNELS = {3, 4}
 
 
 def ask(layout: Layout, root: Node, samples: int, known: Container[Path]) -> None:
@@ -27,7 +29,9 @@ def ask(layout: Layout, root: Node, samples: int, known: Container[Path]) -> Non
     if samples == 1 and not layout.sequences:
         return
     unsaid = {id(node) for node in layout.sequences if node.path not in known}
-    lists = _all_there_is(root, unsaid) or _as_long_as_the_batch(layout, root, unsaid, samples)
+    lists = _all_there_is(root, unsaid, samples) or _as_long_as_the_batch(
+        layout, root, unsaid, samples
+    )
     if lists:
         raise BatchError(two_readings(lists, samples))
     if samples > 1:
@@ -62,10 +66,11 @@ def outermost(root: Node, unsaid: set[int]) -> tuple[list[Node], list[Node]]:
     return lists, others
 
 
-def _all_there_is(root: Node, unsaid: set[int]) -> list[Node]:
+def _all_there_is(root: Node, unsaid: set[int], samples: int) -> list[Node]:
     """Return lists that are all there is, and can be the samples.
 
-    Several of one length (`zip(*samples)`), or one of many tensors of one shape.
+    Several of one length (`zip(*samples)`), one of many tensors of one shape, or one of tensors
+    whose shapes differ as those of samples do.
     """
     lists, others = outermost(root, unsaid)
     if others:
@@ -73,6 +78,8 @@ def _all_there_is(root: Node, unsaid: set[int]) -> list[Node]:
     if len(lists) > 1:
         counts = {len(node.value) for node in lists}
         return lists if len(counts) == 1 and counts != {1} else []
+    if lists and _differ_as_samples(lists[0], root, samples):
+        return lists
     if not lists or len(lists[0].value) <= MANY:
         return []
     forms = {
@@ -80,6 +87,21 @@ def _all_there_is(root: Node, unsaid: set[int]) -> list[Node]:
         for end in lists[0].ends()
     }
     return lists if len(forms) == 1 else []
+
+
+def _differ_as_samples(node: Node, root: Node, samples: int) -> bool:
+    """Return whether the tensors of a list can be samples of different sizes.
+
+    Inputs and targets differ beyond dim 0, too. They are fewer than the samples, and have no
+    channels of a picture on dim 0.
+    """
+    parts = list(node.children.values())
+    if (node is root and type(node.value) is tuple) or any(part.cut not in _CUT for part in parts):
+        return False
+    shapes = [tuple(part.value.shape) for part in parts]
+    if len({shape[1:] for shape in shapes}) == 1 or not alike(node.value):
+        return False
+    return len(parts) > max(samples, 2) or (len(shapes[0]) == 3 and samples in _CHANNELS)
 
 
 def _as_long_as_the_batch(layout: Layout, root: Node, unsaid: set[int], samples: int) -> list[Node]:

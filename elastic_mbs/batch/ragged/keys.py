@@ -34,6 +34,11 @@ _CUMULATED = (
     "cu_seq_lens_q",
     "cu_seq_lens_k",
 )
+_TELLS_PICTURES = "a field with one row per picture tells it"
+_TELLS_GRAPHS = (
+    '"ptr" tells it (the first node of each graph, and the number of nodes at the end), or a field '
+    "with one row per graph"
+)
 _OF_TOKEN = frozenset({"input_ids", "labels", "position_ids", "seq_idx"})
 _LONGEST = frozenset({"max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k"})
 
@@ -41,11 +46,11 @@ _LONGEST = frozenset({"max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_length_
 def _boxes(parts: Parts) -> Members:
     """Return what `batch_idx` says: it has the number of the picture of each box."""
     index = parts["batch_idx"]
-    if not _is_index(index) or not len(index):
+    if not _is_index(index):
         return {}
-    if float(torch.as_tensor(index).max()) >= max(map(_rows, parts.values())):
+    if len(index) and float(torch.as_tensor(index).max()) >= max(map(_rows, parts.values())):
         return {}  # of something else than the samples
-    relation, found = _by_key(How.INDEX, "batch_idx"), Members()
+    relation, found = _by_key(How.INDEX, "batch_idx", _TELLS_PICTURES), Members()
     for key, value in parts.items():
         if key in _OF_BOX or (key not in _OF_PICTURE and _rows(value) == len(index)):
             found[key] = Member(relation, Part.ROWS, sure=key in _OF_BOX)
@@ -55,16 +60,21 @@ def _boxes(parts: Parts) -> Members:
 
 def _graphs(parts: Parts) -> Members:
     """Return what `batch` says beside `edge_index` or `ptr`: it has the graph of each node."""
-    batch, ptr, edges = parts["batch"], parts.get("ptr"), parts.get("edge_index")
-    if (ptr is None and edges is None) or not _is_index(batch, floats=False):
+    batch, ptr, edges = parts.get("batch"), parts.get("ptr"), parts.get("edge_index")
+    if ptr is None and edges is None:
         return {}
-    relation, found = _by_key(How.INDEX, "batch"), Members()
+    if batch is None or not _is_index(batch, floats=False):
+        _refuse_lone_edges(edges, ptr)
+        return {}
+    relation, found = _by_key(How.INDEX, "batch", _TELLS_GRAPHS), Members()
     starts = None if ptr is None else _cumulated(ptr)
     if starts is not None and int(starts[-1]) == len(batch):
         relation = _by_key(How.CUMULATED, "ptr")
         found["ptr"] = Member(relation, Part.BY)
-    elif ptr is not None:
+    elif ptr is not None and edges is None:
         return {}
+    elif ptr is not None:
+        raise BatchError(f'"ptr" must begin with 0 and end with {len(batch)}, the number of nodes')
     found["batch"] = Member(relation, Part.NUMBER)
     of_edge = _edges(parts, relation, found)
     links = -2 if of_edge is None else _rows(edges.T)  # type: ignore[union-attr]  # there are some
@@ -74,6 +84,24 @@ def _graphs(parts: Parts) -> Members:
         elif key not in found and of_edge is not None and _rows(value) == links:
             found[key] = Member(of_edge, Part.ROWS, sure=key in ("edge_attr", "edge_weight"))
     return found
+
+
+def _refuse_lone_edges(edges: Any, ptr: Any) -> None:
+    """Refuse edges (2, E) without the graph of each node: they would be cut as two samples."""
+    if not isinstance(edges, Tensor) or edges.is_floating_point() or edges.shape[:-1] != (2,):
+        return
+    told = None if ptr is None else _cumulated(ptr)
+    text = '"edge_index" holds numbers of nodes, and is cut by "batch", the graph of each node'
+    if told is not None:
+        raise BatchError(
+            f'{text}, which is needed beside "ptr"\n'
+            '  add it: batch["batch"] = torch.repeat_interleave('
+            'torch.arange(len(batch["ptr"]) - 1), batch["ptr"].diff())'
+        )
+    raise BatchError(
+        f"{text}: add it to the batch\n"
+        '  if all samples share one graph: dims=cut.whole("edge_index")'
+    )
 
 
 def _edges(parts: Parts, nodes: Relation, found: Members) -> Relation | None:
@@ -152,8 +180,9 @@ def _packed(parts: Parts) -> Members:
     return found
 
 
-def _by_key(how: How, key: str) -> Relation:
-    return Relation(how, key, hint=f"\n  if {key!r} means something else, dims= says how it is cut")
+def _by_key(how: How, key: str, tells: str = "") -> Relation:
+    hint = f"\n  if {key!r} means something else, dims= says how it is cut"
+    return Relation(how, key, hint=hint, tells=tells)
 
 
 def _rows(value: Any) -> int:
@@ -189,6 +218,7 @@ def _cumulated(value: Any) -> Tensor | None:
 _BY_KEY: dict[str, Callable[[Parts], Members]] = {
     "batch_idx": _boxes,
     "batch": _graphs,
+    "edge_index": _graphs,
     "offsets": _bags,
     **dict.fromkeys(_CUMULATED, _packed),
 }

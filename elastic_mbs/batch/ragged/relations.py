@@ -61,6 +61,7 @@ class Relation:
     by: Source
     column: int = 0  # of How.COLUMN
     hint: str = ""  # what to do where the values contradict the batch
+    tells: str = ""  # what would tell the number of samples, where the values do not
 
     def find(self, batch: Any, path: Path) -> tuple[Any, str, Any]:
         """Return the value of the source for the field at `path`, its name, and a key for it."""

@@ -76,7 +76,7 @@ class _Settled:
         self._batch = batch
         self._values: dict[Any, tuple[Tensor, str]] = {}
         self._rows: dict[Any, Rows] = {}
-        self._unclear: list[tuple[Path, Relation]] = []
+        self._unclear: list[tuple[Path, Relation, int]] = []  # with their rows
         for node, member in asked:
             values, name = self._source(node.path, member.relation)
             told = member.relation.samples(values)
@@ -87,8 +87,24 @@ class _Settled:
                 )
             samples = told if samples is None else samples
         if not samples:
-            raise BatchError(_without_samples(asked))
+            raise BatchError(self._without_samples(asked))
         self.samples = samples
+
+    def _without_samples(self, asked: Asked) -> str:
+        names = ", ".join([dotted(node.path) for node, _ in asked[:6]])
+        told = next((member.relation.tells for _, member in asked if member.relation.tells), "")
+        way = told or "the rows of each sample do: dims=cut.ragged(..., lengths=...)"
+        seen = max(
+            [int(each.max()) + 1 for each, _ in self._values.values() if len(each)], default=0
+        )
+        for node, member in asked:
+            if not member.sure and _length(node.value) == seen:
+                name = dotted(node.path)
+                way += f'\n  if "{name}" has one row per sample: dims={{"{name}": 0}}'
+        return (
+            f"nothing tells how many samples the batch has: {names} hold rows that belong to "
+            f"samples\n  {way}"
+        )
 
     def _source(self, path: Path, relation: Relation) -> tuple[Tensor, str]:
         value, name, place = relation.find(self._batch, path)
@@ -142,23 +158,27 @@ class _Settled:
         if one_each and rows.order is None:
             return Belongs.ROWS
         if path not in known:
-            self._unclear.append((path, relation))
+            self._unclear.append((path, relation, size))
         return known.get(path)
 
     def ask(self) -> None:
         """Raise a BatchError about the fields that can be read in two ways."""
         if not self._unclear:
             return
-        path, relation = self._unclear[0]
-        alike = [dotted(other) for other, each in self._unclear if each is relation]
+        path, relation, size = self._unclear[0]
+        alike = [
+            dotted(other)
+            for other, each, rows in self._unclear
+            if each is relation and rows == size
+        ]
         names, key = ", ".join(f'"{name}"' for name in alike), self._source(path, relation)[1]
         way = f"cut.ragged({names}, by={key})"
         if relation.how in (How.OFFSETS, How.CUMULATED):
             way = f"cut.packed({names}, cu_seqlens={key})"
         plain = ", ".join(f'"{name}": 0' for name in alike)
         raise BatchError(
-            f"{_some(alike)} can be read in two ways beside {key}: the batch has {self.samples} "
-            "samples, and no fewer than rows\n"
+            f"{_some(alike)} can be read in two ways beside {key}: {size} rows, in a batch of "
+            f"{self.samples} samples\n"
             f"  one row per sample: dims={{{plain}}}\n"
             f"  rows that {key} gives to the samples: dims={way}"
         )
@@ -173,16 +193,3 @@ def _some(names: Sequence[str]) -> str:
 def _length(value: Any) -> int:
     shape = getattr(value, "shape", None)
     return len(value) if shape is None else int(shape[0])
-
-
-def _without_samples(asked: Asked) -> str:
-    names = ", ".join([dotted(node.path) for node, _ in asked[:6]])
-    unsure = next((node.path for node, member in asked if not member.sure), None)
-    way = "the rows of each sample do: dims=cut.ragged(..., lengths=...)"
-    if unsure is not None:
-        name = dotted(unsure)
-        way = f'if "{name}" has one row per sample: dims={{"{name}": 0}}'
-    return (
-        f"nothing tells how many samples the batch has: {names} hold rows that belong to samples\n"
-        f"  {way}"
-    )

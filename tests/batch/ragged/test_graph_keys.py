@@ -1,0 +1,121 @@
+"""What an error advises about the graphs of a dict is right when it is followed."""
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_mbs import ElasticMBS, cut
+from elastic_mbs.batch.view import BatchView
+from elastic_mbs.errors import BatchError
+
+EDGES = [[[0, 1, 2, 3], [1, 0, 3, 4]], [[0, 2], [1, 3]], [[], []]]
+
+
+def graphs(edges: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "x": torch.randn(5, 4, dtype=torch.float64),
+        "edge_index": torch.tensor(edges).long(),
+        "ptr": torch.tensor([0, 2, 5]),
+        "y": torch.randn(2, dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize("edges", EDGES)
+def test_the_line_for_edges_beside_ptr_gives_the_plain_gradient(edges: Any) -> None:
+    model, batch = nn.Linear(4, 1).double(), graphs(edges)
+
+    def loss_fn(piece: Any) -> Any:
+        out = model(piece["x"])[:, 0]
+        source, target = piece["edge_index"]
+        out, ptr = out.index_add(0, target, out[source]), piece["ptr"].tolist()
+        sums = [out[a:b].sum() for a, b in pairwise(ptr)]
+        return (torch.stack(sums) - piece["y"]).square().mean()
+
+    loss_fn(batch).backward()
+    plain = [leaf.grad.clone() for leaf in model.parameters() if leaf.grad is not None]
+    model.zero_grad()
+    mbs = ElasticMBS(model, micro_batch_size=1)
+    with pytest.raises(BatchError, match='is needed beside "ptr"') as caught:
+        mbs.backward(loss_fn, batch)
+    assert "dims=" not in str(caught.value)
+    (line,) = re.findall(r"add it: (.*)", str(caught.value))
+    exec(line, {"torch": torch, "batch": batch})
+    assert len(mbs.backward(loss_fn, batch).partition) == 2
+    for leaf, grad in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(leaf.grad, grad, rtol=1e-12, atol=1e-12)
+
+
+def test_edges_whose_nodes_have_no_graph_are_not_cut() -> None:
+    batch = graphs(EDGES[0])
+    del batch["ptr"]
+    for other in (batch, batch | {"graph_of": torch.tensor([0, 0, 1, 1, 1])}):
+        with pytest.raises(BatchError, match="add it to the batch"):
+            BatchView(other)
+
+
+def test_edges_are_not_cut_where_the_keys_beside_them_do_not_fit() -> None:
+    index = torch.tensor([0, 0, 1, 1, 1])
+    with pytest.raises(BatchError, match='"ptr" must begin with 0 and end with 5'):
+        BatchView(graphs(EDGES[1]) | {"batch": index, "ptr": torch.tensor([0, 2, 4])})
+    with pytest.raises(BatchError, match='is needed beside "ptr"'):
+        BatchView(graphs(EDGES[1]) | {"batch": index.float()})
+
+
+def test_a_graph_that_all_samples_share_passes_whole() -> None:
+    batch = {"x": torch.randn(2, 5, 3), "edge_index": torch.tensor(EDGES[0])}
+    with pytest.raises(BatchError, match="share one graph") as caught:
+        BatchView(batch)
+    (line,) = re.findall(r"dims=(.*)", str(caught.value))
+    piece = BatchView(batch, eval(line, {"cut": cut})).piece(0, 1)
+    assert (len(piece["x"]), piece["edge_index"].shape) == (1, (2, 4))
+
+
+def test_edges_of_each_sample_are_cut_as_all_else() -> None:
+    batch = {"x": torch.randn(2, 5, 3), "edge_index": torch.zeros(2, 2, 4).long()}
+    assert BatchView(batch, {"edge_index": 0}).length == 2
+    assert BatchView({"x": torch.randn(3, 5), "edge_index": torch.zeros(3, 2, 4)}).length == 3
+
+
+def test_labels_of_nodes_do_not_tell_the_number_of_graphs() -> None:
+    batch = graphs(EDGES[0]) | {"y": torch.randn(5), "batch": torch.tensor([0, 0, 1, 1, 1])}
+    ptr = batch.pop("ptr")
+    with pytest.raises(BatchError, match="nothing tells how many samples") as caught:
+        BatchView(batch)
+    assert '"ptr" tells it' in str(caught.value)
+    assert "dims=" not in str(caught.value)
+    assert BatchView(batch | {"ptr": ptr}).length == 2
+    assert BatchView(batch | {"target": torch.zeros(2)}).length == 2
+
+
+def test_labels_of_graphs_that_are_as_many_as_edges_are_offered() -> None:
+    batch = graphs(EDGES[1]) | {"batch": torch.tensor([0, 0, 1, 1, 1])}
+    del batch["ptr"]
+    with pytest.raises(BatchError, match="nothing tells how many samples") as caught:
+        BatchView(batch)
+    (line,) = re.findall(r'if "y" has one row per sample: dims=(.*)', str(caught.value))
+    piece = BatchView(batch, eval(line, {"cut": cut})).piece(1, 2)
+    assert (len(piece["x"]), piece["y"].tolist()) == (3, batch["y"][1:].tolist())
+
+
+def test_a_field_that_can_be_read_in_two_ways_is_told_with_its_rows() -> None:
+    batch = {
+        "img": torch.zeros(4, 3),
+        "ids": torch.arange(4),
+        "batch_idx": torch.tensor([0, 0, 1, 3]),
+    }
+    with pytest.raises(BatchError, match=r'"ids" can be read .*: 4 rows, in a batch of 4 samples'):
+        BatchView(batch)
+
+
+def test_an_error_with_the_right_line_names_no_other_ways() -> None:
+    batch = {"x": torch.zeros(4, 3), "rows": torch.zeros(7), "n": torch.tensor([1, 2, 0, 4])}
+    with pytest.raises(BatchError, match="disagree on its length") as caught:
+        BatchView(batch)
+    assert str(caught.value).splitlines()[-1].startswith("  if it has 4 samples, ")
+    with pytest.raises(BatchError, match="register_splitter"):
+        BatchView({"x": torch.zeros(4, 3), "rows": torch.zeros(7)})
