@@ -18,6 +18,7 @@ from elastic_mbs.rehearsal.verify import VerifyReport, verify
 
 TRIES = 3  # of a comparison that finds no room, or no label
 _FEW, _MORE = 8, 6  # samples at most; samples on which the reason for a difference is looked for
+_NUMBERS = "a field with the numbers of samples has to be said, with cut.ragged(..., by=...)"
 _OFF = 'GradientOptions(verify="off") leaves this check out'
 
 LossFn = Callable[[Any], Any]
@@ -79,6 +80,8 @@ class FirstSplit:
         except Exception as error:
             verdict = oom.classify(error, self._resources.settings.recovery.is_oom)
             problem = f"{type(error).__name__}: {error}"
+            if isinstance(error, IndexError):
+                problem += f" ({_NUMBERS})"
         finally:
             self.total = None
         # Outside of the handler, because the error keeps the tensors of its frames alive.

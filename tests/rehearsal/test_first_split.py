@@ -258,6 +258,20 @@ def test_an_error_of_the_step_is_told_and_not_raised() -> None:
     assert off_by(model, twice) <= 1e-12
 
 
+def test_an_index_that_is_not_said_is_told_of_with_the_way_to_say_it() -> None:
+    model, events = nn.Linear(4, 4), list[Event]()
+    batch = {
+        "img": torch.rand(4, 4),
+        "boxes": torch.rand(4, 4),
+        "image_index": torch.tensor([0, 0, 1, 1]),
+    }
+    mbs = elastic(model, micro_batch_size=2, on_event=events.append)
+    mbs.backward(lambda b: (model(b["img"])[b["image_index"]] - b["boxes"]).square().mean(), batch)
+    (message,) = warned(events)
+    assert "could not be compared" in message
+    assert "cut.ragged(..., by=...)" in message
+
+
 @pytest.mark.parametrize("n", [45, 60, 75, 90, 105, 120])
 def test_an_out_of_memory_error_anywhere_in_it_leaves_the_call_as_it_is(n: int) -> None:
     model, batch = mlp(), pairs()

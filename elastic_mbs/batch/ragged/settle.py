@@ -87,8 +87,24 @@ class _Settled:
                 )
             samples = told if samples is None else samples
         if not samples:
-            raise BatchError(_without_samples(asked))
+            raise BatchError(self._without_samples(asked))
         self.samples = samples
+
+    def _without_samples(self, asked: Asked) -> str:
+        names = ", ".join([dotted(node.path) for node, _ in asked[:6]])
+        told = next((member.relation.tells for _, member in asked if member.relation.tells), "")
+        way = told or "the rows of each sample do: dims=cut.ragged(..., lengths=...)"
+        seen = max(
+            [int(each.max()) + 1 for each, _ in self._values.values() if len(each)], default=0
+        )
+        for node, member in asked:
+            if not member.sure and _length(node.value) == seen:
+                name = dotted(node.path)
+                way += f'\n  if "{name}" has one row per sample: dims={{"{name}": 0}}'
+        return (
+            f"nothing tells how many samples the batch has: {names} hold rows that belong to "
+            f"samples\n  {way}"
+        )
 
     def _source(self, path: Path, relation: Relation) -> tuple[Tensor, str]:
         value, name, place = relation.find(self._batch, path)
@@ -177,13 +193,3 @@ def _some(names: Sequence[str]) -> str:
 def _length(value: Any) -> int:
     shape = getattr(value, "shape", None)
     return len(value) if shape is None else int(shape[0])
-
-
-def _without_samples(asked: Asked) -> str:
-    names = ", ".join([dotted(node.path) for node, _ in asked[:6]])
-    told = next((member.relation.tells for _, member in asked if member.relation.tells), "")
-    way = told or "the rows of each sample do: dims=cut.ragged(..., lengths=...)"
-    return (
-        f"nothing tells how many samples the batch has: {names} hold rows that belong to samples\n"
-        f"  {way}"
-    )

@@ -92,6 +92,16 @@ def test_labels_of_nodes_do_not_tell_the_number_of_graphs() -> None:
     assert BatchView(batch | {"target": torch.zeros(2)}).length == 2
 
 
+def test_labels_of_graphs_that_are_as_many_as_edges_are_offered() -> None:
+    batch = graphs(EDGES[1]) | {"batch": torch.tensor([0, 0, 1, 1, 1])}
+    del batch["ptr"]
+    with pytest.raises(BatchError, match="nothing tells how many samples") as caught:
+        BatchView(batch)
+    (line,) = re.findall(r'if "y" has one row per sample: dims=(.*)', str(caught.value))
+    piece = BatchView(batch, eval(line, {"cut": cut})).piece(1, 2)
+    assert (len(piece["x"]), piece["y"].tolist()) == (3, batch["y"][1:].tolist())
+
+
 def test_a_field_that_can_be_read_in_two_ways_is_told_with_its_rows() -> None:
     batch = {
         "img": torch.zeros(4, 3),
