@@ -181,6 +181,7 @@ class Soak(Training):
             subject.model,
             **grouped(
                 {**subject.options, "micro_batch_size": size, "grow": False, "monitor_interval": 0}
+                | {"verify": "off"}
             ),
         ) as mbs:
             ways: dict[str, Callable[[], object]] = {

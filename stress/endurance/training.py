@@ -155,6 +155,7 @@ class Training:
         common = {
             "outputs": None,
             "wait_for_memory": 0,
+            "verify": "off",  # every run of the step is counted
             **self.real.options,
             "sensor": self.limit.sensor,
             "on_event": self._note,
