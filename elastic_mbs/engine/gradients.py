@@ -72,6 +72,7 @@ class CallGradients:
     _seen: Observation | None = None  # all gradients after the running attempt's backward
     _modified = False  # the call has written to `.grad` directly
     _failed = False  # an attempt of this call has failed
+    _emptying = False  # gradients are being set aside, and that is not noted yet
     _ran = False  # a backward has begun
     _restarted = False  # ... and the batch has started over since
     _aside: Isolation | None = None  # gradients that are put aside for the whole call
@@ -193,8 +194,10 @@ class CallGradients:
         if self.isolation is None and (self.full or settings.isolates):
             self.isolation = Isolation(settings.gradients.accumulate_dtype)
         if self.isolation is not None:
+            self._emptying = True
             self.isolation.set_aside(self._ledger.leaves())
             self._ledger.note()
+            self._emptying = False
 
     # ------------------------------------------------------------------ backward
 
@@ -334,6 +337,11 @@ class CallGradients:
             training: its pass runs backward.
         """
         if not training:
+            return Left()
+        if self._emptying and self.isolation is not None:  # its backward has not begun
+            self.isolation.discard()
+            self._note()
+            self._emptying = False
             return Left()
         if not after_forward:
             self.check(first=first)
