@@ -173,11 +173,7 @@ class Call:
         return None
 
     def _prepare(self, piece: Range) -> Attempt | None:
-        """Take the snapshot for an attempt and bring its piece to the device.
-
-        Returns:
-            The attempt, or None where this itself ran out of memory.
-        """
+        """Return an attempt with its snapshot and its data, or None where there was no memory."""
         parts = self.parts
         snapshot, profile = parts.snapshot, parts.profile
         attempt = Attempt(piece)
@@ -302,6 +298,7 @@ class Call:
         if floor is not None:
             floor.committed(attempt.piece.start, attempt.piece.stop)
         parts.edits.notice(parts.progress)
+        parts.snapshot.end_piece()
         self.attempt = None
         self.phase = Phase.WAITING
 

@@ -69,6 +69,10 @@ class Snapshot:
             buffers.begin_piece()
         self.piece = self._resources.streams.read() if read_streams else self.start
 
+    def end_piece(self) -> None:
+        """Drop the snapshot of a piece that has committed: a failure must not go back to it."""
+        self.piece = None
+
     def take_modes(self) -> None:
         """Take the modules' modes and the gradient mode, as an attempt begins."""
         self._grad_enabled = torch.is_grad_enabled()

@@ -19,6 +19,7 @@ and needs no copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -71,7 +72,9 @@ class GuardedStep:
                     self._resources, what, lambda: _Step(optimizer, self._resources, self._order)
                 )
                 hooked = self._hooked.pop(optimizer, None)
-                if hooked is not None and _are_same(hooked, _gradients(optimizer)):
+                if hooked is not None and _retry(
+                    self._resources, what, lambda: _are_same(hooked, _gradients(optimizer))
+                ):
                     step.skip_hooks_before()
                 _retry(self._resources, what, step.make, passes=step.passes)
             except BaseException as error:
@@ -80,7 +83,8 @@ class GuardedStep:
                 raise
         except (OptimizerStepError, PeerError):
             if step is not None and step.hooked:
-                self._hooked[optimizer] = _gradients(optimizer)
+                with suppress(MemoryError):  # its hooks then run again
+                    self._hooked[optimizer] = _gradients(optimizer)
             raise
         finally:
             # an interrupt between a `torch.no_grad()` block and its exit leaves them disabled

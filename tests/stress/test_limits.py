@@ -62,7 +62,7 @@ def slack(kind: str) -> int:
 
     A process limit counts others, and a runtime remembers a few numbers, which are tensors.
     """
-    return 2 * MEBI if kind == "rlimit" else 256
+    return 4 * MEBI if kind == "rlimit" else 256
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
