@@ -57,14 +57,15 @@ def reached(
     waiting = deque(sources)
     while waiting and len(seen) < most:
         value = waiting.popleft()
-        if type(value) in _ATOMS or id(value) in seen:
+        kind: Any = type(value)  # mypy takes a class for one without a hash
+        if kind in _ATOMS or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
             if value in known:
                 continue
             found.update(dict.fromkeys(filter(_is_readable, value.modules())))
-        if _is_generator(type(value)):
+        if _is_generator(kind):
             generators.append(value)
         else:
             waiting.extend(_next(value))
@@ -98,7 +99,8 @@ def caller() -> Iterator[Any]:
 
 def _next(value: Any) -> Iterable[Any]:
     """Return what is reached from a value in one step."""
-    kind = type(value)  # nothing of the user's runs: an object can make its attributes when asked
+    kind: Any = type(value)
+    # Nothing of the user's runs: an object can make its attributes when asked.
     if kind is FunctionType:
         return _of_function(value)
     if kind is MethodType:
