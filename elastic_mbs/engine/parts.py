@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.batch.transfer import Loader
@@ -23,7 +25,7 @@ from elastic_mbs.engine.edits import BatchEdits
 from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.hooks import AttemptHooks
 from elastic_mbs.engine.progress import Progress
-from elastic_mbs.engine.report import CallReport
+from elastic_mbs.engine.report import CallReport, count_batch, held_beside
 from elastic_mbs.engine.shared.companions import reached
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
 from elastic_mbs.engine.shared.peers import Alone, Peers
@@ -119,7 +121,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     if not profile.seen:
         _look_around(resources, batch)
     gradients = CallGradients(resources, profile, training=batch.training)
-    decision = knowledge.controller.begin(key, view.worth, view.elements)
+    decision = _decision(resources, knowledge, batch, gradients)
     progress = Progress(_schedule(resources, batch), decision.size)
     loader = Loader(
         view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full
@@ -133,7 +135,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         escalated=_escalated(resources, batch, profile),
         other_layers=profile.other_layers,
     )
-    full = (leaf for leaf in resources.model.leaves if id(leaf) in gradients.full)
+    full = _full(resources, gradients)
     report = CallReport(resources, knowledge, profile, view, key, decision, full)
     return CallParts(
         resources=resources,
@@ -151,6 +153,27 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         loader=loader,
         report=report,
     )
+
+
+def _full(resources: Resources, gradients: CallGradients) -> Iterable[Tensor]:
+    """Return the leaves whose `.grad` was not empty when the call began."""
+    return (leaf for leaf in resources.model.leaves if id(leaf) in gradients.full)
+
+
+def _decision(
+    resources: Resources, knowledge: Knowledge, batch: Batch, gradients: CallGradients
+) -> Decision:
+    """Return the size to begin with.
+
+    The first call after a release begins in what the other phase has left.
+    """
+    view, key, controller = batch.view, batch.key, knowledge.controller
+    if controller.is_back(key):
+        capacity = resources.capacity() if resources.monitor.renew() else None
+        count_batch(resources, view)
+        held = held_beside(resources, _full(resources, gradients))
+        controller.resume(key, (view.worth, view.elements), capacity, held)
+    return controller.begin(key, view.worth, view.elements)
 
 
 def _schedule(resources: Resources, batch: Batch) -> Schedule:
