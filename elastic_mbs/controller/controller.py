@@ -130,7 +130,7 @@ class Controller:
     def resume(
         self,
         key: Key,
-        batch: tuple[int, int],
+        batch: tuple[int, int, int],
         capacity: Capacity | None,
         held: int | None,
     ) -> None:
@@ -138,7 +138,7 @@ class Controller:
 
         Args:
             key: the kind of call.
-            batch: its samples, and elements per sample.
+            batch: its samples, elements per sample, and largest size.
             capacity: a reading made now.
             held: the bytes in use now, outside the call's own needs; None where not known.
         """
@@ -151,24 +151,26 @@ class Controller:
         self._margin.follow(capacity)
         _, longest = track.size_below_ceilings(self._limits, *batch)
         budget = self._margin.budget(track, capacity)
-        size = smaller_size(track, batch, longest, self._limits, budget)
+        size = smaller_size(track, batch[:2], longest, self._limits, budget)
         if size is not None:
             self._resize(track, min(track.size, self._limits.clamp(size)))
 
     # ------------------------------------------------------------------ one call
 
-    def begin(self, key: Key, samples: int, elements: int) -> Decision:
+    def begin(self, key: Key, samples: int, elements: int, largest: int | None = None) -> Decision:
         """Open a call on a batch of `samples` samples with `elements` elements each.
 
-        A call that is still open on this track is abandoned.
+        Its size is `largest` at most; None: the batch. A call that is still open on this track is
+        abandoned.
         """
+        largest = samples if largest is None else largest
         track = self._tracks.get(key)
         if track is None:
             track = self._tracks[key] = self._new_track(key, elements)
         elif track.call is not None:
             self.abandon(key)
         track.recent.append((samples, elements))
-        size, length = track.size_below_ceilings(self._limits, samples, elements)
+        size, length = track.size_below_ceilings(self._limits, samples, elements, largest)
         known = (
             track.calls >= self._policy.patience
             and length * elements <= track.memory.largest_observed
@@ -186,8 +188,9 @@ class Controller:
             learning=learning,
             began=self._clock(),
             length=length,
+            largest=largest,
         )
-        return Decision(min(size, samples), learning, track.wants_reading)
+        return Decision(size, learning, track.wants_reading)
 
     def holds(self, key: Key, held: int | None) -> None:
         """Take the bytes in use outside the call's own needs; None where they are not known.
@@ -472,7 +475,7 @@ class Controller:
         now = self._clock()
         if capacity is not None and now < track.cooldown_until:
             capacity = track.capacity_in_cooldown(capacity)
-        if capacity is None or track.size >= min(call.samples, self._largest):
+        if capacity is None or track.size >= min(call.largest, self._largest):
             return None
         if not is_due(track, self._limits, self._policy, capacity):
             return None

@@ -121,6 +121,7 @@ class RunningCall:
     learning: bool  # its peak is measured
     began: float
     length: int  # of the longest piece at the size that it began with, in samples
+    largest: int  # the size at which memory is no limit
     ooms: int = 0
     failed_trial: Trial | None = None  # the growth that the first failure has ended
     excused: Trial | None = None  # the same, where it was no cause of the failures
@@ -195,13 +196,15 @@ class Track:
         """Remove a failure, if it is still recorded."""
         self.ceilings = [each for each in self.ceilings if each is not ceiling]
 
-    def size_below_ceilings(self, limits: Limits, samples: int, elements: int) -> tuple[int, int]:
-        """Return the size for a call, and the length of its longest piece.
+    def size_below_ceilings(
+        self, limits: Limits, samples: int, elements: int, largest: int
+    ) -> tuple[int, int]:
+        """Return the size for a call, `largest` at most, and the length of its longest piece.
 
         It is below the size of the track where samples are so long that a ceiling would be hit.
         """
-        size = self.size
-        length = limits.longest(samples, size)
+        size = min(self.size, largest)
+        length = largest if size == largest else limits.longest(samples, size)
         if self.ceilings and length * elements >= self.ceilings[0].elements:
             below = (self.ceilings[0].elements - 1) // elements
             size = min(size, limits.clamp(below))

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.pieces import TokenBudget
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.batch.transfer import Loader
 from elastic_mbs.batch.view import BatchView
@@ -121,8 +122,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     if not profile.seen:
         _look_around(resources, batch)
     gradients = CallGradients(resources, profile, training=batch.training)
-    decision = _decision(resources, knowledge, batch, gradients)
-    progress = Progress(_schedule(resources, batch), decision.size)
+    decision, progress = _begun(resources, knowledge, batch, gradients)
     loader = Loader(
         view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full
     )
@@ -160,28 +160,39 @@ def _full(resources: Resources, gradients: CallGradients) -> Iterable[Tensor]:
     return (leaf for leaf in resources.model.leaves if id(leaf) in gradients.full)
 
 
-def _decision(
+def _begun(
     resources: Resources, knowledge: Knowledge, batch: Batch, gradients: CallGradients
-) -> Decision:
-    """Return the size to begin with.
+) -> tuple[Decision, Progress]:
+    """Return the size to begin with, and the batch cut into pieces of it.
 
     The first call after a release begins in what the other phase has left.
     """
     view, key, controller = batch.view, batch.key, knowledge.controller
+    schedule = _schedule(resources, batch)
     if controller.is_back(key):
         capacity = resources.capacity() if resources.monitor.renew() else None
         count_batch(resources, view)
         held = held_beside(resources, _full(resources, gradients))
-        controller.resume(key, (view.worth, view.elements), capacity, held)
-    return controller.begin(key, view.worth, view.elements)
+        controller.resume(key, (view.worth, view.elements, schedule.largest), capacity, held)
+    decision = controller.begin(key, view.worth, view.elements, schedule.largest)
+    return decision, Progress(schedule, decision.size)
 
 
 def _schedule(resources: Resources, batch: Batch) -> Schedule:
-    settings = resources.settings
+    settings, view = resources.settings, batch.view
+    most = settings.policy.max_tokens
+    budget = None if most is None else TokenBudget(view.tokens(), most)
+    if budget is not None and budget.too_long:
+        resources.warn(
+            "max_tokens",
+            f"a sample has {budget.tokens.longest} tokens, more than max_tokens={most}: it is a "
+            "micro-batch by itself",
+        )
     return Schedule(
         batch.counts,
         reduction=settings.reduction,
         minimum=settings.limits.minimum,
         align=settings.limits.align,
-        costs=batch.view.costs,
+        costs=view.costs if budget is None else view.even_costs,
+        budget=budget,
     )
