@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate.utils import DistributedType
@@ -9,6 +10,9 @@ from transformers import DataCollatorWithFlattening, Trainer
 from transformers.training_args import ParallelMode
 
 from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.integrations.frameworks import TRL
+from elastic_mbs.integrations.trl.pairs import check_pairs
+from elastic_mbs.integrations.trl.private import SUPPORTED
 
 
 def check_class(cls: type, mixin: type) -> None:
@@ -24,25 +28,34 @@ def check_class(cls: type, mixin: type) -> None:
         )
     for base in trainers:
         package = base.__module__.partition(".")[0]
+        if package == "trl":
+            TRL.check()
         if package == "sentence_transformers":
             raise UnsupportedError(
                 f"{base.__name__}: the losses of sentence_transformers compare the samples of a "
                 "batch with each other, so pieces have another loss. Write the loop with "
                 "mbs.backward_embeddings(embed_fn, loss_fn, batch), which is exact"
             )
-        if package == "trl" and base.__name__ not in ("SFTTrainer", "_BaseTrainer"):
+        if package == "trl" and base.__name__ not in (*SUPPORTED, "_BaseTrainer"):
             raise UnsupportedError(
-                f"{base.__name__}: of trl only SFTTrainer is supported. The others keep state "
-                "between steps (GRPO, RLOO) or pair the rows of a batch (DPO, reward), which a "
-                "cut would separate. Use it as it is, with a smaller per_device_train_batch_size"
+                f"{base.__name__}: of trl {', '.join(SUPPORTED)} are supported. The others keep "
+                "state between steps (GRPO, RLOO), or have a loss that compares the samples of a "
+                "batch (KTO). Use it as it is, with a smaller per_device_train_batch_size"
             )
 
 
-def check_trainer(trainer: Any, *, optimizer_step: bool, exact: bool) -> None:
-    """Refuse options of a trainer under which a batch cannot be cut and replayed."""
+def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options of a trainer under which a batch cannot be cut and replayed.
+
+    Args:
+        trainer: the trainer.
+        options: those of `elastic=`.
+    """
     _check_processes(trainer.args, trainer.accelerator)
+    optimizer_step = options["optimizer_step"]
     _check_arguments(trainer.args, trainer.accelerator, optimizer_step=optimizer_step)
-    _check_batches(trainer, exact=exact)
+    _check_batches(trainer, exact=options["verify"])
+    check_pairs(trainer, options)
 
 
 def _check_arguments(args: Any, accelerator: Any, *, optimizer_step: bool) -> None:
