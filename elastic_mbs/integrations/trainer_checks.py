@@ -11,8 +11,8 @@ from transformers.training_args import ParallelMode
 
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.frameworks import TRL
-from elastic_mbs.integrations.trl.pairs import check_pairs
-from elastic_mbs.integrations.trl.private import SUPPORTED
+from elastic_mbs.integrations.trl.kinds import check_kind
+from elastic_mbs.integrations.trl.private import SUPPORTED, has_router_loss
 
 
 def check_class(cls: type, mixin: type) -> None:
@@ -39,8 +39,8 @@ def check_class(cls: type, mixin: type) -> None:
         if package == "trl" and base.__name__ not in (*SUPPORTED, "_BaseTrainer"):
             raise UnsupportedError(
                 f"{base.__name__}: of trl {', '.join(SUPPORTED)} are supported. The others keep "
-                "state between steps (GRPO, RLOO), or have a loss that compares the samples of a "
-                "batch (KTO). Use it as it is, with a smaller per_device_train_batch_size"
+                "state between steps, or have a loss that compares the samples of a batch (KTO). "
+                "Use it as it is, with a smaller per_device_train_batch_size"
             )
 
 
@@ -55,7 +55,7 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
     optimizer_step = options["optimizer_step"]
     _check_arguments(trainer.args, trainer.accelerator, optimizer_step=optimizer_step)
     _check_batches(trainer, exact=options["verify"])
-    check_pairs(trainer, options)
+    check_kind(trainer, options)
 
 
 def _check_arguments(args: Any, accelerator: Any, *, optimizer_step: bool) -> None:
@@ -107,7 +107,8 @@ def _check_batches(trainer: Any, *, exact: bool) -> None:
             'cut into samples: say padding_free=False, or packing_strategy="wrapped" where '
             "packing=True"
         )
-    if exact and getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
+    config = getattr(trainer.model, "config", None)
+    if exact and (getattr(config, "output_router_logits", False) or has_router_loss(trainer)):
         raise UnsupportedError(
             "output_router_logits=True adds the router's loss, which is no sum over samples: "
             "leave it out, or take it piece by piece, as gradient accumulation does, by "

@@ -10,7 +10,13 @@ from torch import Tensor
 
 
 class Rows:
-    """A batch with one row per sample, as most trainers have it."""
+    """A batch with one row per sample, as most trainers have it.
+
+    Attributes:
+        generated: the trainer makes the rows itself, inside its step.
+    """
+
+    generated = False
 
     @property
     def length(self) -> Callable[[Any], Tensor] | None:

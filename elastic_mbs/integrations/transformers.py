@@ -12,6 +12,7 @@ import functools
 import json
 import types
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,8 +28,10 @@ from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
 from elastic_mbs.integrations.trainer_rows import Rows
+from elastic_mbs.integrations.trl import rollouts
+from elastic_mbs.integrations.trl.kinds import rows_of
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
-from elastic_mbs.integrations.trl.pairs import rows_of
+from elastic_mbs.integrations.trl.rollouts import Completions
 from elastic_mbs.memory import oom
 from elastic_mbs.options import Options, check_names
 from elastic_mbs.rehearsal.verify import VerifyReport
@@ -129,6 +132,9 @@ class ElasticTrainerMixin(_Base):
         if not mbs.enabled:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
         rows = self._elastic_rows
+        if rows.generated:
+            with rollouts.around_step(self, mbs):
+                return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
         samples = rows.samples(inputs)
         self._elastic_verify(samples)
         metrics, notes = BatchMetrics(self), list[Note]()
@@ -151,6 +157,14 @@ class ElasticTrainerMixin(_Base):
         result = mbs.last_result
         assert result is not None
         return result.loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the trainer's loss; of completions that it has generated, piece by piece."""
+        plain, rows = super().compute_loss, self._elastic_rows
+        if not isinstance(rows, Completions) or not self.elastic.enabled:
+            return plain(model, inputs, *args, **kwargs)
+        run = rollouts.train if torch.is_grad_enabled() else rollouts.evaluate
+        return run(self, self.elastic, rows, functools.partial(plain, model), inputs)
 
     def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any) -> None:
         """Run the trainer's step on one piece.
@@ -284,21 +298,16 @@ class ElasticTrainerMixin(_Base):
             Loss, logits and labels of the whole batch, on the host where `eval_accumulation_steps`
             is set.
         """
-        mbs = self.elastic
-        if not mbs.enabled:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
-        metrics, rows = BatchMetrics(self), self._elastic_rows
+        mbs, rows = self.elastic, self._elastic_rows
+        if not mbs.enabled or rows.generated:
+            with rollouts.around_step(self, mbs) if mbs.enabled else nullcontext():
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
+        metrics = BatchMetrics(self)
         samples = rows.samples(inputs)
+        given = model, prediction_loss_only, ignore_keys
         try:
             found = mbs.evaluate(
-                functools.partial(
-                    self._elastic_predict,
-                    whole=samples,
-                    model=model,
-                    prediction_loss_only=prediction_loss_only,
-                    ignore_keys=ignore_keys,
-                    metrics=metrics,
-                ),
+                functools.partial(self._elastic_predict, samples, given, metrics),
                 samples,
                 outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
                 pad=-100,  # as the trainer fills up batches
@@ -320,19 +329,14 @@ class ElasticTrainerMixin(_Base):
         )
 
     def _elastic_predict(
-        self,
-        piece: Any,
-        whole: Any,
-        model: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None,
-        metrics: BatchMetrics,
+        self, whole: Any, given: tuple[Any, bool, Any], metrics: BatchMetrics, piece: Any
     ) -> Any:
         metrics.restore()
         rows = self._elastic_rows
         with rows.losses_of(piece, whole):
+            model, loss_only, ignored = given
             loss, logits, labels = super().prediction_step(
-                model, rows.rows(piece), prediction_loss_only, ignore_keys
+                model, rows.rows(piece), loss_only, ignored
             )
         note = metrics.note(self._elastic_weights(piece))
         count = self._elastic_count(piece).sum()

@@ -80,9 +80,7 @@ def make(
 # ---------------------------------------------------------------------- classes
 
 
-@pytest.mark.parametrize(
-    "name", ["GRPOTrainer", "RLOOTrainer", "KTOTrainer", "DistillationTrainer"]
-)
+@pytest.mark.parametrize("name", ["KTOTrainer", "DistillationTrainer"])
 def test_other_trainers_of_trl_are_refused(name: str) -> None:
     with pytest.raises(
         UnsupportedError,

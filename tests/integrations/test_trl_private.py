@@ -32,6 +32,8 @@ MEANS_OVER_PAIRS = {
 def test_metrics_lie_where_they_are_looked_for(name: str) -> None:
     source = inspect.getsource(getattr(trl, name))
     assert 'self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}' in source, SEE
+    if name in private.GENERATING:
+        return  # they count tokens as they generate
     assert "self._total_train_tokens +=" in source, SEE
     assert 'self._metrics[mode]["num_tokens"] = [self._total_train_tokens]' in source, SEE
 
@@ -56,6 +58,77 @@ def test_each_loss_of_dpo_is_known_for_what_it_is_a_mean_over() -> None:
         )
     )
     assert kept == {"_metrics", "_total_train_tokens"}, SEE
+
+
+GENERATED_MEANS = {
+    "GRPOTrainer": {
+        "aux_loss",  # of a router, which is refused
+        "policy_loss",  # beside an entropy bonus, which is refused
+        "entropy_coef",
+        "vespo/phi_seq_mean",  # one for each completion
+    },
+    "RLOOTrainer": {
+        "aux_loss",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "clip_ratio/region_mean",
+    },
+}
+
+
+@pytest.mark.parametrize("name", private.GENERATING)
+def test_each_metric_of_a_loss_over_completions_is_known(name: str) -> None:
+    source = inspect.getsource(getattr(trl, name)._compute_loss)
+    noted = set(re.findall(r'self\._metrics\[mode\]\["([^"]+)"\]', source))
+    by_ratio = set(private.BY_RATIO) if name == "GRPOTrainer" else set()
+    assert noted == GENERATED_MEANS[name] | set(private.METRICS[name]) | by_ratio, SEE
+
+
+@pytest.mark.parametrize("name", private.GENERATING)
+def test_a_loss_over_completions_keeps_nothing_but_metrics(name: str) -> None:
+    trainer = getattr(trl, name)
+    kept = set(
+        re.findall(r"self\.(\w+)(?:\[[^]]*\])* (?:\+?=) ", inspect.getsource(trainer._compute_loss))
+    )
+    adaptive = {"_entropy_window_stats", "entropy_coef", "_last_world_entropy"}  # is refused
+    assert kept - adaptive == set(), SEE
+    # what a step keeps is written around the loss, once a batch
+    step = inspect.getsource(trainer.training_step)
+    assert "output = super().training_step(model, inputs, num_items_in_batch)" in step, SEE
+    assert "self._step += 1" in step, SEE
+    assert "self._buffered_inputs[self._step %" in inspect.getsource(trainer._prepare_inputs), SEE
+    assert list(inspect.signature(trainer.compute_loss).parameters)[1:3] == ["model", "inputs"], SEE
+
+
+def test_each_loss_of_grpo_is_known_for_what_it_is_a_mean_over() -> None:
+    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
+    losses = set(re.findall(r'loss_type == "([^"]+)"', source))
+    losses |= {
+        name
+        for names in re.findall(r"loss_type in \[([^]]+)\]", source)
+        for name in re.findall(r'"([^"]+)"', names)
+    }
+    assert losses == set(private.AGGREGATIONS), SEE
+    assert trl.GRPOTrainer.loss_is_scaled_for_ga is True, SEE
+    assert trl.RLOOTrainer.loss_is_scaled_for_ga is False, SEE
+
+
+@pytest.mark.parametrize("name", private.GENERATING)
+def test_log_probabilities_come_from_where_they_are_asked_for(name: str) -> None:
+    trainer = getattr(trl, name)
+    parameters = list(inspect.signature(getattr(trainer, private.LOG_PROBABILITIES)).parameters)
+    assert parameters[1:6] == [
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+    ], SEE
+    source = inspect.getsource(trainer)
+    outside = re.findall(r"(\w+), (\w+), (\w+) = self\._get_per_token_logps_and_entropies", source)
+    assert {
+        rest for first, *rest in map(tuple, outside) if first != "per_token_logps" for rest in rest
+    } == {"_"}, SEE
 
 
 def test_no_step_of_a_reward_trainer_keeps_anything_but_metrics() -> None:

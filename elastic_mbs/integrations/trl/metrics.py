@@ -6,6 +6,7 @@ A batch has one entry of each, however it was split.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 from typing import Any
 
 from elastic_mbs.integrations.trl import private
@@ -35,10 +36,10 @@ class BatchMetrics:
     """
 
     def __init__(self, trainer: Any) -> None:
-        kind = private.kind_of(type(trainer))
-        self.kept = kind is not None
+        self.kept = private.kind_of(type(trainer)) is not None
         self._trainer = trainer
-        self._kinds = private.METRICS.get(kind or "", {})
+        self._kinds = private.metrics_by_kind(trainer)
+        self._counts = private.counts_tokens(trainer)
         self._metrics = private.metrics_of(trainer) if self.kept else {}
         self._before = {
             mode: {name: list(values) for name, values in named.items()}
@@ -73,7 +74,7 @@ class BatchMetrics:
             noted = [note for note in notes if note.values[mode] and note.weights[""]]
             for name in noted[0].values[mode] if noted else ():
                 named[name].append(self._joined(name, mode, noted))
-            if noted:
+            if noted and self._counts:
                 tokens = self._tokens + sum(note.tokens for note in notes)
                 private.set_tokens(self._trainer, tokens)
                 named["num_tokens"] = [tokens]
@@ -81,8 +82,8 @@ class BatchMetrics:
     def _joined(self, name: str, mode: str, notes: Sequence[Note]) -> float:
         kind = self._kinds.get(name, "")
         values = [note.values[mode][name] for note in notes]
-        if kind in _JOIN:
-            return _JOIN[kind](values)
+        if kind in _JOIN:  # a piece without a value has none: trl leaves those out, too
+            return _JOIN[kind]([each for each in values if not isnan(each)] or values)
         weights = [note.weights[kind] for note in notes]
         total = sum(weights)
         summed = sum(value * each for value, each in zip(values, weights, strict=True) if each)

@@ -132,14 +132,6 @@ class PreferencePairs(Pairs):
             private.set_losses(self._trainer, before)
 
 
-def rows_of(trainer: Any) -> Rows:
-    """Return the way to read the batches of a trainer."""
-    kind = private.kind_of(type(trainer))
-    if kind == "DPOTrainer":
-        return PreferencePairs(trainer)
-    return Pairs() if kind in private.PAIRED else Rows()
-
-
 def check_pairs(trainer: Any, options: Mapping[str, Any]) -> None:
     """Refuse losses, batches and options under which pairs cannot be cut.
 
@@ -199,7 +191,8 @@ def _tokens(samples: Any) -> Tensor:
 
 def _chosen(samples: Any) -> Tensor:
     """Return the predicted tokens of each pair's chosen completion."""
-    return _tokens(samples).select(1, 0)
+    chosen, _ = _tokens(samples).unbind(1)
+    return chosen
 
 
 def _paired(rows: Tensor) -> Tensor:

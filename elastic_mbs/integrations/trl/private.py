@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-SUPPORTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+from elastic_mbs.errors import UnsupportedError
+
+SUPPORTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 PAIRED = ("DPOTrainer", "RewardTrainer")
+GENERATING = ("GRPOTrainer", "RLOOTrainer")
 
 # Losses of DPO by what they are a mean over.
 BY_PAIR = frozenset(
@@ -30,8 +33,26 @@ BY_PAIR = frozenset(
 BY_TOKEN = "sft"  # a mean over the tokens of the chosen completions
 SORTING = frozenset({"aot", "aot_unpaired"})  # they compare the pairs of a batch
 
-# Metrics that are no mean over pairs (of SFT: over labels), by what they are.
-TOKENS, CHOSEN, REJECTED = "tokens", "chosen", "rejected"
+# The method of a trainer that generates which returns log-probabilities, entropies and a router's
+# loss. Where no gradient is wanted it is asked for the first alone.
+LOG_PROBABILITIES = "_get_per_token_logps_and_entropies"
+
+# Losses of GRPO by what they are: a mean over completions or over tokens, or a sum over the batch
+# divided by a number that does not depend on the piece.
+TOKENS, SAMPLES, SUM = "tokens", "", "sum"
+AGGREGATIONS = {
+    "grpo": SAMPLES,
+    "sapo": SAMPLES,
+    "dr_grpo": SAMPLES,
+    "luspo": SAMPLES,
+    "bnpo": TOKENS,
+    "dapo": SUM,
+    "cispo": SUM,
+    "vespo": SUM,
+}
+
+# Metrics that are no mean over pairs or completions (of SFT: over labels), by what they are.
+CHOSEN, REJECTED = "chosen", "rejected"
 METRICS: dict[str, dict[str, str]] = {
     "DPOTrainer": {
         "entropy": TOKENS,
@@ -40,7 +61,26 @@ METRICS: dict[str, dict[str, str]] = {
         "logits/rejected": REJECTED,
     },
     "RewardTrainer": {"min_reward": "min", "max_reward": "max"},
+    "GRPOTrainer": {
+        "entropy": TOKENS,
+        "kl": TOKENS,
+        "clip_ratio/low_min": "min",
+        "clip_ratio/high_max": "max",
+    },
+    "RLOOTrainer": {
+        "entropy": TOKENS,
+        "clip_ratio/low_min": "min",
+        "clip_ratio/high_max": "max",
+    },
 }
+# Metrics of GRPO that are a mean over completions where a ratio is one per completion, and over
+# tokens where it is one per token.
+BY_RATIO = (
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "cispo_clip_ratio",
+)
 
 
 def kind_of(cls: type) -> str | None:
@@ -91,3 +131,54 @@ def weighs_pairs(trainer: Any) -> bool:
 def has_pictures(trainer: Any) -> bool:
     """Return whether the batches of a trainer have pictures."""
     return bool(getattr(trainer, "_is_vision_dataset", False))
+
+
+def metrics_by_kind(trainer: Any) -> dict[str, str]:
+    """Return what metrics of a trainer are, by their names; the others are means over samples."""
+    kind = kind_of(type(trainer))
+    found = METRICS.get(kind or "", {})
+    if kind == "GRPOTrainer" and trainer.importance_sampling_level == "token":
+        return found | dict.fromkeys(BY_RATIO, TOKENS)
+    return found
+
+
+def counts_tokens(trainer: Any) -> bool:
+    """Return whether a trainer counts tokens inside its forward."""
+    return kind_of(type(trainer)) not in (None, *GENERATING)
+
+
+def aggregation_of(trainer: Any) -> str:
+    """Return what the loss of a trainer that generates is: `SAMPLES`, `TOKENS` or `SUM`.
+
+    Raises:
+        UnsupportedError: a loss that is not known.
+    """
+    if kind_of(type(trainer)) == "RLOOTrainer":
+        return SAMPLES
+    loss = trainer.loss_type
+    if loss not in AGGREGATIONS:
+        raise UnsupportedError(
+            f"loss_type={loss!r} is not known, so it cannot be told what it is a mean over: use "
+            "GRPOTrainer as it is, with a smaller per_device_train_batch_size"
+        )
+    return AGGREGATIONS[loss]
+
+
+def comparing(trainer: Any) -> list[str]:
+    """Return the options of a trainer that generates whose terms compare the completions."""
+    found = []
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1:
+        found.append("top_entropy_quantile below 1 compares the tokens of a batch")
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        found.append("entropy_coef adds a mean over the tokens of a batch, of its own weight")
+    return found
+
+
+def divides_by_steps(trainer: Any) -> bool:
+    """Return whether `compute_loss` divides by the batches that are accumulated."""
+    return bool(trainer.loss_is_scaled_for_ga)
+
+
+def has_router_loss(trainer: Any) -> bool:
+    """Return whether a trainer adds the loss of a router."""
+    return bool(getattr(trainer, "aux_loss_enabled", False))
