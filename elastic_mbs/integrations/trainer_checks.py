@@ -38,9 +38,9 @@ def check_class(cls: type, mixin: type) -> None:
             )
         if package == "trl" and base.__name__ not in (*SUPPORTED, "_BaseTrainer"):
             raise UnsupportedError(
-                f"{base.__name__}: of trl {', '.join(SUPPORTED)} are supported. The others keep "
-                "state between steps, or have a loss that compares the samples of a batch (KTO). "
-                "Use it as it is, with a smaller per_device_train_batch_size"
+                f"{base.__name__}: of trl {', '.join(SUPPORTED)} are supported. What others keep "
+                "between steps, and what their losses are means over, is not known. Use it as it "
+                "is, with a smaller per_device_train_batch_size"
             )
 
 

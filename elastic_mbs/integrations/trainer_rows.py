@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from elastic_mbs.runtime import ElasticMBS
+
 
 class Rows:
     """A batch with one row per sample, as most trainers have it.
@@ -17,6 +19,9 @@ class Rows:
     """
 
     generated = False
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
 
     @property
     def length(self) -> Callable[[Any], Tensor] | None:
@@ -38,6 +43,9 @@ class Rows:
     def weights(self, piece: Any) -> Mapping[str, float]:
         """Return the weights of a piece in the metrics of its batch, by kind."""
         return {}
+
+    def prepare(self, samples: Any, mbs: ElasticMBS, model: Any) -> None:
+        """Find out what the loss of each piece needs to know of its batch."""
 
     def losses_of(self, piece: Any, whole: Any) -> AbstractContextManager[None]:
         """Return a context in which the trainer's loss of a piece adds up to that of `whole`."""

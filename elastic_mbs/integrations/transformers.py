@@ -137,6 +137,7 @@ class ElasticTrainerMixin(_Base):
                 return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
         samples = rows.samples(inputs)
         self._elastic_verify(samples)
+        rows.prepare(samples, mbs, model)
         metrics, notes = BatchMetrics(self), list[Note]()
         try:
             for micro in mbs.micro_batches(samples, name="training_step", own_graph=False):
@@ -304,10 +305,11 @@ class ElasticTrainerMixin(_Base):
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
         metrics = BatchMetrics(self)
         samples = rows.samples(inputs)
+        rows.prepare(samples, mbs, model)
         given = model, prediction_loss_only, ignore_keys
         try:
             found = mbs.evaluate(
-                functools.partial(self._elastic_predict, samples, given, metrics),
+                functools.partial(self._elastic_predict, rows, samples, given, metrics),
                 samples,
                 outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
                 pad=-100,  # as the trainer fills up batches
@@ -329,10 +331,14 @@ class ElasticTrainerMixin(_Base):
         )
 
     def _elastic_predict(
-        self, whole: Any, given: tuple[Any, bool, Any], metrics: BatchMetrics, piece: Any
+        self,
+        rows: Rows,
+        whole: Any,
+        given: tuple[Any, bool, Any],
+        metrics: BatchMetrics,
+        piece: Any,
     ) -> Any:
         metrics.restore()
-        rows = self._elastic_rows
         with rows.losses_of(piece, whole):
             model, loss_only, ignored = given
             loss, logits, labels = super().prediction_step(

@@ -11,6 +11,7 @@ import tokenizers
 import torch
 import transformers
 import trl
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig
 from trl.kernels import chunked_logprob
 
@@ -76,6 +77,27 @@ def pairs(n: int = 16) -> Any:
     )
 
 
+def texts(n: int = 16) -> Any:
+    """Return texts that are wanted or not; of the first four all are wanted."""
+    return datasets.Dataset.from_list(
+        [
+            {
+                "prompt": f"w{i} w2",
+                "completion": text(5 * i + 1, 1 + 3 * i % 8),
+                "label": i < 4 or i % 3 > 0,
+            }
+            for i in range(n)
+        ]
+    )
+
+
+CONFIGS = {
+    trl.DPOTrainer: trl.DPOConfig,
+    trl.RewardTrainer: trl.RewardConfig,
+    trl.KTOTrainer: trl.KTOConfig,
+}
+
+
 def judge() -> Any:
     """Return a small model with one score per text."""
     config = LlamaConfig(
@@ -98,27 +120,35 @@ def moved(model: Any) -> Any:
     return model
 
 
-def build(kind: Any, *, elastic: Any = None, **args: Any) -> Any:
-    """Return a DPOTrainer, a RewardTrainer, or one with the runtime in it."""
+def adapted() -> Any:
+    """Return a model with a trained adapter, of which trl makes the reference."""
+    torch.manual_seed(3)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(llama(), config).double()
+
+
+def build(kind: Any, *, elastic: Any = None, adapter: bool = False, **args: Any) -> Any:
+    """Return a DPOTrainer, a RewardTrainer, a KTOTrainer, or one with the runtime in it."""
     ours = issubclass(kind, ElasticTrainerMixin)
     more: dict[str, Any] = {"elastic": quiet() | (elastic or {})} if ours else {}
-    dpo = issubclass(kind, trl.DPOTrainer)
-    if dpo:
+    stock = next(base for base in CONFIGS if issubclass(kind, base))
+    if stock is not trl.RewardTrainer and not adapter:
         more["ref_model"] = moved(llama())
+    data = texts if stock is trl.KTOTrainer else pairs
     return kind(
-        model=llama() if dpo else judge(),
-        args=(trl.DPOConfig if dpo else trl.RewardConfig)(**PLAIN | args),
-        train_dataset=pairs(),
-        eval_dataset=pairs(12),
+        model=adapted() if adapter else judge() if stock is trl.RewardTrainer else llama(),
+        args=CONFIGS[stock](**PLAIN | args),
+        train_dataset=data(),
+        eval_dataset=data(12),
         processing_class=tokenizer(),
         **more,
     )
 
 
-def run(kind: Any, faults: Any = None, *, elastic: Any = None, **args: Any) -> Any:
+def run(kind: Any, faults: Any = None, **args: Any) -> Any:
     """Build a trainer, train and evaluate, the first two while faults strike."""
     with faults or nullcontext():
-        found = build(kind, elastic=elastic, **args)
+        found = build(kind, **args)
         found.train()
         found.evaluate()
     return found

@@ -1,4 +1,4 @@
-"""trl's DPOTrainer and RewardTrainer with the runtime in them train as the stock ones."""
+"""trl's DPO, reward and KTO trainers with the runtime in them train as the stock ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.integrations.trainer_runs import MARKS, apart
 pytestmark = [*MARKS, pytest.mark.usefixtures("double_head")]
 __all__ = ["double_head"]
 EXACT = 1e-10
-DPO, REWARD = trl.DPOTrainer, trl.RewardTrainer
+DPO, REWARD, KTO = trl.DPOTrainer, trl.RewardTrainer, trl.KTOTrainer
 
 
 def always(name: str) -> RandomFaults:
@@ -40,6 +40,12 @@ def always(name: str) -> RandomFaults:
         (DPO, {"precompute_ref_log_probs": True}),
         (DPO, {"use_weighting": True, "ld_alpha": 0.5, "beta": 0.5}),
         (REWARD, {"center_rewards_coefficient": 0.1}),
+        (KTO, {"beta": 0.5, "desirable_weight": 1.5}),
+        (KTO, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+        (KTO, {"precompute_ref_log_probs": True, "beta": 0.5}),
+        (KTO, {"loss_type": "apo_zero_unpaired"}),
+        (DPO, {"adapter": True, "beta": 0.5}),
+        (KTO, {"adapter": True, "precompute_ref_log_probs": True, "beta": 0.5}),
     ],
 )
 def test_weights_and_every_metric_are_those_of_the_stock_trainer(kind: Any, args: Any) -> None:
@@ -199,3 +205,39 @@ def test_a_field_that_belongs_to_neither_texts_nor_pairs_is_named(
     batch = batch_of(stock) | {"other": torch.ones(3)}
     with pytest.raises(UnsupportedError, match="'other' in a batch of 8 pairs"):
         ours.training_step(ours.model, batch)
+
+
+def test_texts_are_compared_with_the_estimate_of_their_whole_batch() -> None:
+    stock, ours = build(KTO, beta=0.5), build(elastic_trainer(KTO), beta=0.5)
+    batch = batch_of(stock)
+    wanted = gradient(stock, batch)
+    estimate = private.metrics_of(stock)["train"]["kl"][-1]
+    assert estimate > 1e-3
+    for strike in every_operation(stride=401):
+        private.metrics_of(ours)["train"].clear()
+        with strike:
+            gradient(ours, batch)
+        assert off_by(ours.model, wanted) <= EXACT, strike.hits
+        assert private.metrics_of(ours)["train"]["kl"] == [pytest.approx(estimate, rel=1e-12)]
+        assert "_compute_kl_logps" not in vars(ours)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"adapter": True}, UnsupportedError, "say precompute_ref_log_probs=True"),
+        ({"elastic": {"pieces": "by_length"}}, UsageError, "pieces= does not go with a KTOTrainer"),
+    ],
+)
+def test_what_a_text_alone_cannot_have_is_refused(
+    options: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        build(elastic_trainer(KTO), **options)
+
+
+def test_a_loss_of_kto_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = build(elastic_trainer(KTO))
+    monkeypatch.setattr(ours, "loss_type", "brand_new")
+    with pytest.raises(UnsupportedError, match="'brand_new' is not known"):
+        ours.train()

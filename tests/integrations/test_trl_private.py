@@ -25,6 +25,7 @@ MEANS_OVER_PAIRS = {
         "num_tokens",  # a total
     },
     "RewardTrainer": {"mean_reward", "accuracy", "margin", "num_tokens"},
+    "KTOTrainer": {"kl", "rewards/margins", "aux_loss", "num_tokens"},
 }
 
 
@@ -38,7 +39,7 @@ def test_metrics_lie_where_they_are_looked_for(name: str) -> None:
     assert 'self._metrics[mode]["num_tokens"] = [self._total_train_tokens]' in source, SEE
 
 
-@pytest.mark.parametrize("name", private.PAIRED)
+@pytest.mark.parametrize("name", MEANS_OVER_PAIRS)
 def test_each_metric_is_known_for_what_it_is_a_mean_over(name: str) -> None:
     source = inspect.getsource(getattr(trl, name))
     noted = set(re.findall(r'self\._metrics\[mode\]\["([^"]+)"\]', source))
@@ -58,6 +59,21 @@ def test_each_loss_of_dpo_is_known_for_what_it_is_a_mean_over() -> None:
         )
     )
     assert kept == {"_metrics", "_total_train_tokens"}, SEE
+
+
+def test_the_loss_of_kto_asks_for_the_log_probabilities_that_are_replaced() -> None:
+    source = inspect.getsource(trl.KTOTrainer._compute_loss)
+    model, *reference = re.findall(r"(\w+) = self\._compute_kl_logps\(([\w.]+), batch\)", source)
+    assert model == ("KL_logps", "model"), SEE  # first of all
+    assert {name for name, _ in reference} == {"ref_KL_logps"}, SEE
+    assert "kl = (KL_logps - ref_KL_logps).mean().detach()" in source, SEE
+    assert "gather_for_metrics(kl).mean().clamp(min=0)" in source, SEE
+    assert "loss = losses.nanmean()" in source, SEE
+    assert set(re.findall(r'self\.loss_type == "([^"]+)"', source)) == private.UNPAIRED, SEE
+    kept = set(re.findall(r"self\.(\w+)(?:\[[^]]*\])* (?:\+?=) ", source))
+    assert kept == {"_metrics", "_total_train_tokens"}, SEE
+    _, one, other = private.MARGINS
+    assert f'self._metrics[mode]["{one}"][-1] - self._metrics[mode]["{other}"][-1]' in source, SEE
 
 
 GENERATED_MEANS = {

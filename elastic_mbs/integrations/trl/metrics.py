@@ -72,8 +72,11 @@ class BatchMetrics:
         self.restore()
         for mode, named in self._metrics.items():
             noted = [note for note in notes if note.values[mode] and note.weights[""]]
-            for name in noted[0].values[mode] if noted else ():
-                named[name].append(self._joined(name, mode, noted))
+            for name in dict.fromkeys(name for note in noted for name in note.values[mode]):
+                there = [note for note in noted if name in note.values[mode]]
+                named[name].append(self._joined(name, mode, there))
+            if private.has_margins(self._trainer) and noted:
+                self._add_margins(mode, named)
             if noted and self._counts:
                 tokens = self._tokens + sum(note.tokens for note in notes)
                 private.set_tokens(self._trainer, tokens)
@@ -88,3 +91,14 @@ class BatchMetrics:
         total = sum(weights)
         summed = sum(value * each for value, each in zip(values, weights, strict=True) if each)
         return summed / total if total else 0.0
+
+    def _add_margins(self, mode: str, named: dict[str, list[float]]) -> None:
+        """Add the difference of two metrics: those of pieces are no part of it."""
+        name, *parts = private.MARGINS
+        named.pop(name, None)
+        named.update({name: list(self._before[mode].get(name, []))})
+        one, other = (named.get(part, []) for part in parts)
+        if all(len(named.get(part, [])) > len(self._before[mode].get(part, [])) for part in parts):
+            named[name].append(one[-1] - other[-1])
+        elif not named[name]:
+            del named[name]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.errors import UnsupportedError
 from elastic_mbs.integrations.trainer_rows import Rows
 from elastic_mbs.integrations.trl import private
 
@@ -77,9 +77,6 @@ class Pairs(Rows):
 class PreferencePairs(Pairs):
     """The batches of a DPO trainer, whose losses are means over pairs, or over chosen tokens."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
     @property
     def _only_by_token(self) -> bool:
         return {name for name, _ in private.losses_of(self._trainer)} == {private.BY_TOKEN}
@@ -132,34 +129,13 @@ class PreferencePairs(Pairs):
             private.set_losses(self._trainer, before)
 
 
-def check_pairs(trainer: Any, options: Mapping[str, Any]) -> None:
-    """Refuse losses, batches and options under which pairs cannot be cut.
+def check_preferences(trainer: Any) -> None:
+    """Refuse losses of a DPO trainer that are no mean over pairs, or over chosen tokens.
 
     Raises:
-        UnsupportedError: a loss compares the pairs of a batch, or batches have pictures.
-        UsageError: an option of the runtime says what follows from the trainer.
+        UnsupportedError: a loss compares the pairs of a batch, or is not known.
     """
-    kind = private.kind_of(type(trainer))
-    if kind not in private.PAIRED:
-        return
-    if "count" in options:
-        raise UsageError(f"elastic={{'count': …}}: a {kind} tells by itself; leave it out")
-    policy = options.get("policy")
-    if policy is not None and policy.max_tokens is not None:
-        raise UsageError(
-            f"max_tokens={policy.max_tokens}: a piece of a {kind} is made of pairs of texts; say "
-            "max_micro_batch_size= (in pairs)"
-        )
-    if private.has_pictures(trainer):
-        raise UnsupportedError(
-            f"a {kind} on data with pictures is not supported: use it as it is, with a smaller "
-            "per_device_train_batch_size"
-        )
-    if kind == "DPOTrainer":
-        _check_losses(private.losses_of(trainer), weighs=private.weighs_pairs(trainer))
-
-
-def _check_losses(losses: list[tuple[str, float]], *, weighs: bool) -> None:
+    losses, weighs = private.losses_of(trainer), private.weighs_pairs(trainer)
     for name, _ in losses:
         if name in private.SORTING:
             raise UnsupportedError(
@@ -191,13 +167,13 @@ def _tokens(samples: Any) -> Tensor:
 
 def _chosen(samples: Any) -> Tensor:
     """Return the predicted tokens of each pair's chosen completion."""
-    chosen, _ = _tokens(samples).unbind(1)
-    return chosen
+    return _tokens(samples).select(1, 0)
 
 
 def _paired(rows: Tensor) -> Tensor:
     """Return a view of shape (N, ..., 2) of a tensor with 2N rows."""
-    return rows.unflatten(0, (2, -1)).movedim(0, -1)
+    found: Tensor = rows.unflatten(0, (2, -1)).movedim(0, -1)
+    return found
 
 
 def _flat(pairs: Tensor) -> Tensor:

@@ -5,11 +5,20 @@ Read in trl 1.16. tests/integrations/trl/test_private.py holds them against the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from elastic_mbs.errors import UnsupportedError
 
-SUPPORTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
+SUPPORTED = (
+    "SFTTrainer",
+    "DPOTrainer",
+    "RewardTrainer",
+    "KTOTrainer",
+    "GRPOTrainer",
+    "RLOOTrainer",
+)
 PAIRED = ("DPOTrainer", "RewardTrainer")
 GENERATING = ("GRPOTrainer", "RLOOTrainer")
 
@@ -33,6 +42,9 @@ BY_PAIR = frozenset(
 BY_TOKEN = "sft"  # a mean over the tokens of the chosen completions
 SORTING = frozenset({"aot", "aot_unpaired"})  # they compare the pairs of a batch
 
+UNPAIRED = frozenset({"kto", "apo_zero_unpaired"})  # losses of KTO
+_KL = "_compute_kl_logps"  # its method for the log-probabilities of mismatched completions
+
 # The method of a trainer that generates which returns log-probabilities, entropies and a router's
 # loss. Where no gradient is wanted it is asked for the first alone.
 LOG_PROBABILITIES = "_get_per_token_logps_and_entropies"
@@ -52,13 +64,23 @@ AGGREGATIONS = {
 }
 
 # Metrics that are no mean over pairs or completions (of SFT: over labels), by what they are.
-CHOSEN, REJECTED = "chosen", "rejected"
+CHOSEN, REJECTED = "chosen", "rejected"  # tokens
+WANTED, UNWANTED = "wanted", "unwanted"  # texts
 METRICS: dict[str, dict[str, str]] = {
     "DPOTrainer": {
         "entropy": TOKENS,
         "logits/chosen": CHOSEN,
         "mean_token_accuracy": CHOSEN,
         "logits/rejected": REJECTED,
+    },
+    "KTOTrainer": {
+        "entropy": TOKENS,
+        "logits/chosen": CHOSEN,
+        "logits/rejected": REJECTED,
+        "rewards/chosen": WANTED,
+        "logps/chosen": WANTED,
+        "rewards/rejected": UNWANTED,
+        "logps/rejected": UNWANTED,
     },
     "RewardTrainer": {"min_reward": "min", "max_reward": "max"},
     "GRPOTrainer": {
@@ -73,6 +95,8 @@ METRICS: dict[str, dict[str, str]] = {
         "clip_ratio/high_max": "max",
     },
 }
+# A metric of KTO that is the difference of two others.
+MARGINS = ("rewards/margins", "rewards/chosen", "rewards/rejected")
 # Metrics of GRPO that are a mean over completions where a ratio is one per completion, and over
 # tokens where it is one per token.
 BY_RATIO = (
@@ -182,3 +206,47 @@ def divides_by_steps(trainer: Any) -> bool:
 def has_router_loss(trainer: Any) -> bool:
     """Return whether a trainer adds the loss of a router."""
     return bool(getattr(trainer, "aux_loss_enabled", False))
+
+
+def has_margins(trainer: Any) -> bool:
+    """Return whether a trainer notes the difference of two metrics as a third (`MARGINS`)."""
+    return kind_of(type(trainer)) == "KTOTrainer"
+
+
+def unpaired_loss(trainer: Any) -> str:
+    """Return the loss of a KTOTrainer."""
+    return str(trainer.loss_type)
+
+
+def estimates_kl(trainer: Any) -> bool:
+    """Return whether the loss of a KTOTrainer needs an estimate of the KL divergence."""
+    return bool(trainer.calculate_KL)
+
+
+def has_reference(trainer: Any) -> bool:
+    """Return whether a KTOTrainer has a reference model, or its log-probabilities in the data."""
+    return trainer.ref_model is not None or bool(trainer.precompute_ref_logps)
+
+
+def kl_log_probabilities(trainer: Any, model: Any, batch: Any) -> Any:
+    """Return the log-probabilities that a model gives mismatched completions."""
+    return getattr(trainer, _KL)(model, batch)
+
+
+def reference_log_probabilities(trainer: Any, batch: Any) -> Any:
+    """Return the log-probabilities that the reference gives mismatched completions."""
+    if trainer.precompute_ref_logps:
+        return batch["ref_KL_logps"]
+    return kl_log_probabilities(trainer, trainer.ref_model, batch)
+
+
+@contextmanager
+def replaced_kl(trainer: Any, log_probabilities: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Replace the log-probabilities of mismatched completions in the trainer's loss."""
+    own = {_KL: vars(trainer)[_KL]} if _KL in vars(trainer) else {}
+    vars(trainer)[_KL] = log_probabilities
+    try:
+        yield
+    finally:
+        del vars(trainer)[_KL]
+        vars(trainer).update(own)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.engine.shared.running import running_call
-from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.errors import UnsupportedError
 from elastic_mbs.integrations.trainer_rows import Rows
 from elastic_mbs.integrations.trl import private
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
@@ -29,9 +29,6 @@ class Completions(Rows):
     """The batches of a trainer that generates them: a row is a completion."""
 
     generated = True
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
 
     def samples(self, inputs: Any) -> Any:
         """Return the batch, once it is known to be made of rows.
@@ -168,28 +165,16 @@ def evaluate(
     return torch.stack([*losses]).sum()
 
 
-def check_completions(trainer: Any, options: Mapping[str, Any]) -> None:
-    """Refuse losses and options under which completions cannot be cut.
+def check_completions(trainer: Any) -> None:
+    """Refuse losses under which completions cannot be cut.
 
     Raises:
-        UnsupportedError: a part of the loss compares the completions of a batch.
-        UsageError: an option of the runtime says what follows from the trainer.
+        UnsupportedError: a part of the loss compares the completions of a batch, or is not known.
     """
-    kind = private.kind_of(type(trainer))
-    if kind not in private.GENERATING:
-        return
-    if "count" in options:
-        raise UsageError(f"elastic={{'count': …}}: a {kind} tells by itself; leave it out")
-    policy = options.get("policy")
-    if "pieces" in options or (policy is not None and policy.max_tokens is not None):
-        raise UsageError(
-            f"pieces= and max_tokens= trim a batch by the lengths of its texts, and a {kind} keeps "
-            "other values beyond them: say max_micro_batch_size= (in completions)"
-        )
     for reason in private.comparing(trainer):
         raise UnsupportedError(
-            f"{reason}, so pieces have another loss: leave it out, or use {kind} as it is, with a "
-            "smaller per_device_train_batch_size"
+            f"{reason}, so pieces have another loss: leave it out, or use the trainer as it is, "
+            "with a smaller per_device_train_batch_size"
         )
     private.aggregation_of(trainer)
 
