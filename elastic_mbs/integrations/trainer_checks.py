@@ -26,10 +26,10 @@ def check_class(cls: type, mixin: type) -> None:
             f"{cls.__name__}: {mixin.__name__} goes left of {name}, or its methods are never "
             f"called: class X({mixin.__name__}, {name})"
         )
+    if any(base.__module__.startswith("trl.") for base in trainers):
+        TRL.check()
     for base in trainers:
         package = base.__module__.partition(".")[0]
-        if package == "trl":
-            TRL.check()
         if package == "sentence_transformers":
             raise UnsupportedError(
                 f"{base.__name__}: the losses of sentence_transformers compare the samples of a "
@@ -110,7 +110,7 @@ def _check_batches(trainer: Any, *, exact: bool) -> None:
     config = getattr(trainer.model, "config", None)
     if exact and (getattr(config, "output_router_logits", False) or has_router_loss(trainer)):
         raise UnsupportedError(
-            "output_router_logits=True adds the router's loss, which is no sum over samples: "
-            "leave it out, or take it piece by piece, as gradient accumulation does, by "
-            'elastic={"verify": False}'
+            "output_router_logits=True (in trl: router_aux_loss_coef) adds the router's loss, "
+            "which is no sum over samples: leave it out, or take it piece by piece, as gradient "
+            'accumulation does, by elastic={"verify": False}'
         )

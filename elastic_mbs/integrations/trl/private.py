@@ -1,6 +1,6 @@
 """The names in which trl's trainers keep state, and the facts about their losses and metrics.
 
-Read in trl 1.16. tests/integrations/trl/test_private.py holds them against the installed version.
+Read in trl 1.16. tests/integrations/test_trl_private.py holds them against the installed version.
 """
 
 from __future__ import annotations
@@ -191,6 +191,8 @@ def aggregation_of(trainer: Any) -> str:
 def comparing(trainer: Any) -> list[str]:
     """Return the options of a trainer that generates whose terms compare the completions."""
     found = []
+    if has_router_loss(trainer):
+        found.append("router_aux_loss_coef adds the loss of a router")
     if getattr(trainer, "top_entropy_quantile", 1.0) < 1:
         found.append("top_entropy_quantile below 1 compares the tokens of a batch")
     if getattr(trainer, "_entropy_bonus_enabled", False):

@@ -20,6 +20,7 @@ from elastic_mbs.errors import UnsupportedError
 from elastic_mbs.integrations.trainer_rows import Rows
 from elastic_mbs.integrations.trl import private
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
+from elastic_mbs.memory import oom
 from elastic_mbs.runtime import ElasticMBS
 
 Loss = Callable[[Any], Tensor]
@@ -51,6 +52,12 @@ class Completions(Rows):
         if private.aggregation_of(self._trainer) == private.TOKENS:
             return _tokens(samples)
         return torch.ones(len(samples["completion_ids"]), dtype=torch.long)
+
+    def total(self, samples: Any) -> float:
+        """Return the number of loss terms."""
+        counts = self.count(samples)
+        assert counts is not None
+        return float(counts.sum())
 
     def weights(self, piece: Any) -> Mapping[str, float]:
         """Return the number of completions, and of their tokens."""
@@ -126,18 +133,18 @@ def train(trainer: Any, mbs: ElasticMBS, rows: Completions, loss_of: Loss, input
         for micro in mbs.micro_batches(samples, name="compute_loss", own_graph=False):
             with micro:
                 metrics.restore()
-                loss = rows.loss(loss_of(micro.data), micro.data, micro.total)
+                # No variable holds the loss: it would outlive a failed attempt.
+                micro.backward(rows.loss(loss_of(micro.data), micro.data, micro.total) / steps)
                 note = metrics.note(rows.weights(micro.data))
                 micro.on_commit(functools.partial(notes.append, note))
-                micro.backward(loss / steps)
-                del loss
     except BaseException:
         metrics.restore()
         raise
     metrics.join(notes)
     result = mbs.last_result
     assert result is not None
-    return result.loss * steps
+    loss = result.loss
+    return oom.retry("scale the loss", lambda: loss * steps, (loss.device,))
 
 
 def evaluate(
@@ -146,15 +153,13 @@ def evaluate(
     """Return the loss of a batch of completions, run in pieces without gradients."""
     metrics = BatchMetrics(trainer)
     samples = rows.samples(inputs)
-    counts = rows.count(samples)
-    assert counts is not None
-    total = counts.sum()
+    devices = (trainer.args.device,)
+    total = oom.retry("count the loss terms", lambda: rows.total(samples), devices)
 
     def of_piece(piece: Any) -> Any:
         metrics.restore()
-        loss, count = rows.loss(loss_of(piece), piece, total), rows.count(piece)
-        assert count is not None
-        return loss * (count.sum() / total), metrics.note(rows.weights(piece))
+        share = rows.total(piece) / total
+        return rows.loss(loss_of(piece), piece, total) * share, metrics.note(rows.weights(piece))
 
     try:
         losses, notes = mbs.evaluate(of_piece, samples, outputs="device")
@@ -162,7 +167,7 @@ def evaluate(
         metrics.restore()
         raise
     metrics.join(notes)
-    return torch.stack([*losses]).sum()
+    return oom.retry("add up the losses", lambda: torch.stack([*losses]).sum(), devices)
 
 
 def check_completions(trainer: Any) -> None:
