@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer
 from elastic_mbs import MemoryBudget
 from elastic_mbs.integrations.transformers import elastic_trainer
 
-STEPS, BATCH, BUDGET = 30, 32, "192MiB"
+STEPS, BATCH, BUDGET = 16, 32, "192MiB"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

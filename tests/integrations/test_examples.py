@@ -16,7 +16,7 @@ SCRIPTS = [
 
 
 # trl's own default says it in the old words
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_learns_through_errors(
