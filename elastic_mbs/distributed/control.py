@@ -47,6 +47,7 @@ class Place(IntEnum):
     STEP = 4
     ERROR = 5
     SUM = 6
+    WHOLE = 7
 
 
 _WORDS = {
@@ -56,6 +57,7 @@ _WORDS = {
     Place.STEP: "in optimizer_step()",
     Place.ERROR: "where they exchange errors",
     Place.SUM: "while gradients are summed",
+    Place.WHOLE: "where parameters are gathered, for a batch or an evaluation",
 }
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -62,6 +62,14 @@ class Peers(Protocol):
         """Tell the other ranks that this one's call has ended by `error`; replace no error."""
         ...
 
+    def end(self) -> None:
+        """End a call that is done: what it needed of the other ranks can go. Can be repeated."""
+        ...
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Return a block of an evaluation or a rehearsal, beside the training calls."""
+        ...
+
     def agree(self, error: BaseException | None) -> str:
         """Return why a rank could not make its optimizer's step, or "" if all have made it."""
         ...
@@ -104,6 +112,13 @@ class Alone:
 
     def failed(self, error: BaseException) -> None:
         """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Return a block in which nothing is different."""
+        return nullcontext()
 
     def agree(self, error: BaseException | None) -> str:
         """Return that all have made the step."""

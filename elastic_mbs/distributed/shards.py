@@ -1,0 +1,309 @@
+"""Shards of one model on many ranks (FSDP2 and HSDP, `fully_shard`), in local mode.
+
+Parameters are gathered once a call. Each rank then runs its own samples alone, so it may fail and
+replay as often as it likes, and at the end of the call gradients go to their shards:
+
+    begin    every rank takes memory for the whole model, and says whether it has it
+    gather   one collective after the other, in memory that is there
+    pieces   whole parameters are in the modules while a step function runs, and the hooks of
+             fully_shard only cast
+    meet     the gradients of shards are made; then the ranks meet
+    scatter  sums go to the gradients of the shards; with replicas (HSDP) summed over them, too
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, compress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.distributed import torch_private
+from elastic_mbs.distributed.control import Place, Retry
+from elastic_mbs.distributed.ranks import WHAT, Ranks
+from elastic_mbs.distributed.units import QuietUnits, check, check_parameter, owners
+from elastic_mbs.distributed.wholes import Whole, Wholes
+from elastic_mbs.engine.shared.peers import Gradients
+from elastic_mbs.engine.shared.trained_model import TrainedModel
+from elastic_mbs.errors import (
+    GradientsChangedError,
+    MicroBatchFloorError,
+    MisuseError,
+    PeerError,
+    UnsupportedError,
+)
+from elastic_mbs.events import format_bytes
+from elastic_mbs.options import Settings
+
+_LOCK_STEP = (
+    "gathering each layer when it runs (lock-step) is not built, so a model has to fit whole"
+)
+
+
+class _Site(NamedTuple):
+    """A place in a module where a parameter is."""
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+    whole: Whole
+
+
+class _InPlace:
+    """A block in which modules have whole parameters. `__exit__` can be repeated."""
+
+    def __init__(self) -> None:
+        self.sites: list[_Site] = []
+
+    def __enter__(self) -> None:
+        for parameters, name, whole in self.sites:
+            parameters[name] = whole.parameter
+
+    def __exit__(self, *error: object) -> None:
+        for parameters, name, whole in self.sites:
+            if parameters.get(name) is whole.parameter:
+                parameters[name] = whole.shard  # type: ignore[assignment]
+
+
+class Shards(Ranks):
+    """The other ranks of a model that `fully_shard` was applied to."""
+
+    _wrapper = "apply fully_shard to that and give it in model=[…]"
+
+    def __init__(
+        self, units: Sequence[FSDPModule], model: TrainedModel, settings: Settings, retry: Retry
+    ) -> None:
+        """Refuse what would not be trained right, and meet the other ranks.
+
+        Args:
+            units: the modules that `fully_shard` was applied to.
+            model: the modules that the user gave.
+            settings: the options.
+            retry: runs an operation of ours that can run out of memory.
+
+        Raises:
+            UnsupportedError: a placement, a hook or an option that would not be trained right.
+        """
+        _check_options(settings)
+        check(model.roots, units)
+        self._units = units
+        self._modules: list[nn.Module] = []  # of the model, for which `_wholes` are
+        self._wholes = Wholes([])
+        self._place = _InPlace()
+        self.hooks = (self._place, QuietUnits(units))
+        self._follow(model)  # refuses other parameters before anybody waits
+        mesh = self._wholes.every[0].shard.device_mesh
+        group = mesh.get_group() if mesh.ndim == 1 else torch.distributed.group.WORLD
+        assert group is not None
+        super().__init__(group, model, settings, retry)
+        self._room: Wholes | None = None  # there is memory for what ranks exchange about these
+        self._seen: Wholes | None = None  # their gradients were seen to have room
+        self._before: list[tuple[Tensor | None, int]] = []  # gradients of shards at the start
+        self._wanted: list[bool] = []  # which trained parameters get a gradient in this call
+
+    def _follow(self, model: TrainedModel) -> None:
+        """Follow the model's parameters: which there are, and which are trained."""
+        for unit in self._units:
+            unit.reshard()  # a forward outside of a call can have left them whole
+        if not model.refresh() and model.modules is self._modules:
+            return
+        known = {id(each.shard): each for each in self._wholes.every}
+        unit_of = owners(self._units)
+        wholes: dict[int, Whole] = {}
+        for name, parameter in chain.from_iterable(r.named_parameters() for r in model.roots):
+            shard = check_parameter(name, parameter)
+            if shard is None or id(shard) in wholes:
+                continue
+            if id(shard) not in unit_of:
+                raise UnsupportedError(
+                    f"the parameter {name!r} is a DTensor outside of any unit of fully_shard: "
+                    "tensor parallelism is not supported"
+                )
+            whole = known.get(id(shard)) or Whole(name, shard, unit_of[id(shard)])
+            whole.parameter.requires_grad_(shard.requires_grad)
+            wholes[id(shard)] = whole
+        self._set(list(wholes.values()))
+        self._place.sites = [
+            _Site(module._parameters, name, wholes[id(parameter)])
+            for module in model.modules
+            for name, parameter in module._parameters.items()
+            if id(parameter) in wholes
+        ]
+        self._modules = model.modules
+        model.replace({key: whole.parameter for key, whole in wholes.items()})
+
+    def _set(self, wholes: list[Whole]) -> None:
+        if not wholes:
+            raise UnsupportedError("fully_shard was applied to a model without parameters")
+        first = wholes[0].shard.device_mesh
+        for whole in wholes:
+            if whole.shard.device_mesh != first:
+                raise UnsupportedError(
+                    f"{whole.name} and {wholes[0].name} are sharded over different meshes: give "
+                    "fully_shard one mesh for the whole model"
+                )
+        self._wholes = Wholes(wholes)
+        forms = [(each.name, tuple(each.shard.shape), str(each.dtype)) for each in wholes]
+        self._forms = float(zlib.crc32(repr(forms).encode()))
+
+    # ------------------------------------------------------------------ whole, and not
+
+    def _make_whole(self) -> None:
+        """Gather all parameters: every rank takes memory first, and says whether it has it."""
+        problem: Exception | None = None
+        try:
+            with torch.inference_mode(False):
+                self._reserve()
+        except Exception as error:
+            problem = error
+        try:
+            rows = self._meet(Place.WHOLE, [self._forms], problem)
+            if len({row.values[0] for row in rows}) > 1:
+                raise MisuseError(
+                    "the ranks have different parameters (by name, shape or type): make the same "
+                    "model on every rank, with the same precision"
+                )
+            self._gather()
+        except BaseException:
+            self._release()
+            raise
+
+    def _reserve(self) -> None:
+        """Take memory for the whole model, and see that its gradients have room."""
+        wholes = self._wholes
+        parameters, gradients, collectives = map(format_bytes, wholes.sizes())
+        what = (
+            f"hold the whole model, as local mode does for the length of a call: {parameters} of "
+            f"parameters, {gradients} of gradients and {collectives} for collectives, on each rank"
+        )
+
+        def take() -> None:
+            wholes.allocate(gradients=self._seen is not wholes)
+            if self._room is not wholes:
+                self._make_common_room([each.parameter for each in wholes.trained])
+                self._room = wholes
+
+        try:
+            self._retry(what, take)
+        except MicroBatchFloorError as error:
+            raise MicroBatchFloorError(
+                f"{error}. Ways out: free what others hold; "
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16), where it is not used; train "
+                f"fewer parameters (LoRA: frozen ones have no gradients). {_LOCK_STEP}"
+            ) from None
+        self._seen = wholes
+
+    def _gather(self) -> None:
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch_private.unseen():
+                self._wholes.gather(self._wait_for_whole, self._retry)
+        except PeerError:
+            raise
+        except BaseException as error:  # the others cannot be told at a meeting: they gather
+            self._control.lose(f"{type(error).__name__} ended the gathering: {error}")
+            raise
+
+    def _wait_for_whole(self, work: torch.distributed.Work) -> None:
+        self._wait(work, Place.WHOLE)
+
+    def _release(self) -> None:
+        """Drop the whole parameters. Can be repeated."""
+        with torch_private.unseen():
+            self._wholes.release()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Return a block of an evaluation, in which parameters are whole; see `Peers`."""
+        held = self._wholes.held  # by a training call, in one of its callbacks
+        self._come_back()
+        self._follow(self._model)
+        self._make_whole()
+        try:
+            yield
+        finally:
+            if not held:
+                self._release()
+
+    # ------------------------------------------------------------------ one call
+
+    def begin(self) -> None:
+        """Begin a training call; see `Peers`."""
+        super().begin()
+        self._follow(self._model)
+        self._before = list(map(_gradient_of, self._wholes.trained))
+
+    def share(self, counts: Counts) -> Counts:
+        """Gather the parameters, and return the counts; see `Ranks`."""
+        self._make_whole()
+        self._met = False  # the one at the end is still to come
+        return super().share(counts)
+
+    def before_backward(self, gradients: Gradients) -> None:
+        """Do nothing: the whole parameters have no gradients but this call's."""
+
+    def _prepare_sums(self, gradients: Gradients) -> None:
+        """Make the gradients of the shards, without values."""
+        self._check_gradients(gradients)
+        now = map(_gradient_of, self._wholes.trained)
+        for (before, old), (grad, version), whole in zip(
+            self._before, now, self._wholes.trained, strict=True
+        ):
+            if grad is not before or version != old:
+                raise GradientsChangedError(
+                    f"the gradient of {whole.name!r} was changed in the middle of a batch: call "
+                    "zero_grad(), clip or edit gradients after the whole batch, next to "
+                    "optimizer.step(), and compute with the parameters that modules have in "
+                    "loss_fn, not with a list made before"
+                )
+        self._retry(WHAT, self._wholes.make_gradients)
+
+    def _used(self) -> bytes:
+        """Return for each trained parameter whether it has a gradient."""
+        self._wanted = [whole.parameter.grad is not None for whole in self._wholes.trained]
+        return bytes(self._wanted)
+
+    def _use_all(self, used: bytes) -> None:
+        """Have gradients on all ranks where one rank has them."""
+        self._wanted = self._gather_maps(used)
+
+    def _sum_gradients(self, factor: float) -> None:
+        """Sum the gradients in parts, and take those of this rank's shards."""
+        self._wholes.scatter(factor, self._wait, self._retry)
+
+    def _keep_sums(self, gradients: Gradients) -> None:
+        """Make the sums the gradients of the shards, or add them."""
+        with torch.no_grad(), torch_private.unseen():
+            for whole in compress(self._wholes.trained, self._wanted):
+                whole.keep_gradient()
+
+    def failed(self, error: BaseException) -> None:
+        """Drop the whole parameters, and tell the others; see `Ranks`."""
+        self._release()
+        super().failed(error)
+
+    def end(self) -> None:
+        """Drop the whole parameters."""
+        self._release()
+
+
+def _gradient_of(whole: Whole) -> tuple[Tensor | None, int]:
+    """Return the gradient of a shard, and how often it was changed."""
+    grad = whole.shard.grad
+    if grad is None:
+        return None, 0
+    with torch.no_grad():
+        return grad, grad.to_local()._version  # type: ignore[attr-defined]
+
+
+def _check_options(settings: Settings) -> None:
+    if settings.scaler is not None:
+        raise UnsupportedError(
+            "scaler= with fully_shard makes collectives inside optimizer_step, where a rank may "
+            "fail alone: train in bfloat16, MixedPrecisionPolicy(param_dtype=torch.bfloat16), "
+            "which needs no scaler"
+        )
