@@ -23,7 +23,7 @@ from elastic_mbs.batch.lengths import Length, Trim
 from elastic_mbs.batch.reader import Count
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.device import accelerator_of
-from elastic_mbs.errors import ElasticMBSError, UsageError
+from elastic_mbs.errors import ElasticMBSError, UnsupportedError, UsageError
 from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import MemorySensor
 from elastic_mbs.rollback.random_streams import check_generators
@@ -189,16 +189,26 @@ class MemoryOptions(_Group):
 
 @dataclass(frozen=True, repr=False)
 class DistributedOptions(_Group):
-    """Options of a job of many processes (`DistributedDataParallel`).
+    """Options of a job of many processes (`DistributedDataParallel`, `fully_shard`).
 
     Attributes:
         timeout: seconds that a rank waits for the others where they meet. It has to be longer than
             what one of them does alone: an evaluation, a checkpoint, replays.
+        mode: of a model of `fully_shard`. "local" gathers all parameters once a call, so each rank
+            needs room for the whole model and its gradients. There is no other mode yet.
     """
 
     timeout: float = 600.0
+    mode: str = "local"
 
     def __post_init__(self) -> None:
+        if self.mode == "lockstep":
+            raise UnsupportedError(
+                "mode='lockstep', which gathers each layer when it runs, is not built: "
+                "mode='local' gathers the whole model once a call, and refuses one that does not "
+                "fit, with the numbers"
+            )
+        _check_choice(self, "mode", "local")
         value = self.timeout
         if (
             isinstance(value, bool)

@@ -34,7 +34,7 @@ from elastic_mbs.errors import (
 )
 from elastic_mbs.options import Settings
 
-WHAT = "make room for the sums of gradients over the ranks"
+WHAT = "hold the sums of gradients over the ranks"
 
 
 class Ranks:

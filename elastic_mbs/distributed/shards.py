@@ -27,7 +27,13 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.control import Place, Retry
 from elastic_mbs.distributed.ranks import WHAT, Ranks
-from elastic_mbs.distributed.units import QuietUnits, check, check_parameter, owners
+from elastic_mbs.distributed.units import (
+    OnlyGiven,
+    QuietUnits,
+    check,
+    check_parameter,
+    owners,
+)
 from elastic_mbs.distributed.wholes import Whole, Wholes
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
@@ -41,8 +47,10 @@ from elastic_mbs.errors import (
 from elastic_mbs.events import format_bytes
 from elastic_mbs.options import Settings
 
-_LOCK_STEP = (
-    "gathering each layer when it runs (lock-step) is not built, so a model has to fit whole"
+_WAYS_OUT = (
+    "Ways out: free what others hold; MixedPrecisionPolicy(param_dtype=torch.bfloat16), which "
+    "takes half of it; freeze parameters (LoRA), which then have no gradients. Lock-step mode, "
+    "which gathers each layer when it runs, is not built"
 )
 
 
@@ -95,7 +103,7 @@ class Shards(Ranks):
         self._modules: list[nn.Module] = []  # of the model, for which `_wholes` are
         self._wholes = Wholes([])
         self._place = _InPlace()
-        self.hooks = (self._place, QuietUnits(units))
+        self.hooks = (OnlyGiven(model), self._place, QuietUnits(units))
         self._follow(model)  # refuses other parameters before anybody waits
         mesh = self._wholes.every[0].shard.device_mesh
         group = mesh.get_group() if mesh.ndim == 1 else torch.distributed.group.WORLD
@@ -153,12 +161,12 @@ class Shards(Ranks):
 
     # ------------------------------------------------------------------ whole, and not
 
-    def _make_whole(self) -> None:
+    def _make_whole(self, *, training: bool) -> None:
         """Gather all parameters: every rank takes memory first, and says whether it has it."""
         problem: Exception | None = None
         try:
             with torch.inference_mode(False):
-                self._reserve()
+                self._reserve(gradients=training and self._seen is not self._wholes)
         except Exception as error:
             problem = error
         try:
@@ -173,17 +181,17 @@ class Shards(Ranks):
             self._release()
             raise
 
-    def _reserve(self) -> None:
+    def _reserve(self, *, gradients: bool) -> None:
         """Take memory for the whole model, and see that its gradients have room."""
         wholes = self._wholes
-        parameters, gradients, collectives = map(format_bytes, wholes.sizes())
+        sizes = list(map(format_bytes, wholes.sizes()))
         what = (
-            f"hold the whole model, as local mode does for the length of a call: {parameters} of "
-            f"parameters, {gradients} of gradients and {collectives} for collectives, on each rank"
+            f"hold the whole model, as local mode does for the length of a call: {sizes[0]} of "
+            f"parameters, {sizes[1]} of gradients and {sizes[2]} for collectives, on each rank"
         )
 
         def take() -> None:
-            wholes.allocate(gradients=self._seen is not wholes)
+            wholes.allocate(gradients=gradients)
             if self._room is not wholes:
                 self._make_common_room([each.parameter for each in wholes.trained])
                 self._room = wholes
@@ -191,12 +199,9 @@ class Shards(Ranks):
         try:
             self._retry(what, take)
         except MicroBatchFloorError as error:
-            raise MicroBatchFloorError(
-                f"{error}. Ways out: free what others hold; "
-                "MixedPrecisionPolicy(param_dtype=torch.bfloat16), where it is not used; train "
-                f"fewer parameters (LoRA: frozen ones have no gradients). {_LOCK_STEP}"
-            ) from None
-        self._seen = wholes
+            raise MicroBatchFloorError(f"{str(error).rstrip('.')}. {_WAYS_OUT}") from None
+        if gradients:
+            self._seen = wholes
 
     def _gather(self) -> None:
         try:
@@ -222,7 +227,7 @@ class Shards(Ranks):
         held = self._wholes.held  # by a training call, in one of its callbacks
         self._come_back()
         self._follow(self._model)
-        self._make_whole()
+        self._make_whole(training=False)
         try:
             yield
         finally:
@@ -239,7 +244,7 @@ class Shards(Ranks):
 
     def share(self, counts: Counts) -> Counts:
         """Gather the parameters, and return the counts; see `Ranks`."""
-        self._make_whole()
+        self._make_whole(training=True)
         self._met = False  # the one at the end is still to come
         return super().share(counts)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from elastic_mbs.batch.containers import map_tensors
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.wrappers import refused_modules, wrappers_in
+from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 Hooks = MutableMapping[int, Callable[..., Any]]
@@ -117,6 +118,33 @@ def check_parameter(name: str, parameter: Tensor) -> DTensor | None:
             "by to_empty(device=…) and its checkpoint"
         )
     return parameter
+
+
+class OnlyGiven:
+    """A block in which no unit runs that the runtime was not given: it would gather in each piece.
+
+    `__exit__` can be repeated.
+    """
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
+        self._checked: list[nn.Module] = []
+
+    def __enter__(self) -> None:
+        companions = self._model.companions  # another list, once they are others
+        if companions is self._checked:
+            return
+        for module in companions:
+            if isinstance(module, FSDPModule):
+                raise UnsupportedError(
+                    f"the step reaches a {type(module).__name__} of fully_shard that the runtime "
+                    "was not given, which would gather in every piece, where a rank may be alone: "
+                    "give it, too, frozen if it is not trained, ElasticMBS([model, other])"
+                )
+        self._checked = companions
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
 
 
 # ---------------------------------------------------------------------- quiet

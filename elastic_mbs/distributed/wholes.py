@@ -85,7 +85,7 @@ class Whole:
         if self.gradient is None:
             shard = self.shard
             self.gradient = DTensor.from_local(
-                torch.empty_like(shard.to_local()),
+                torch.empty_like(self.local()),
                 shard.device_mesh,
                 shard.placements,
                 run_check=False,
@@ -93,11 +93,16 @@ class Whole:
                 stride=shard.stride(),
             )
 
+    def local(self) -> Tensor:
+        """Return the memory of this rank's shard."""
+        with torch.no_grad():
+            return self.shard.to_local()
+
     # ------------------------------------------------------------------ values
 
     def put_shard(self, part: Tensor) -> None:
         """Copy this rank's shard to its place in `small`."""
-        local = self.shard.to_local().movedim(self._dim, 0)
+        local = self.local().movedim(self._dim, 0)
         part[: local.numel()].view(local.shape).copy_(local)
 
     def take_whole(self, parts: Tensor) -> None:
@@ -232,11 +237,12 @@ class Wholes:
 
     def sizes(self) -> tuple[int, int, int]:
         """Return the bytes of parameters, of gradients, and of the memory for collectives."""
-        sizes = [
+        parameters, gradients = (
             sum(each.shard.numel() * each.dtype.itemsize for each in some)
             for some in (self.every, self.trained)
-        ]
-        return sizes[0], sizes[1], sum(sum(each) for each in self._needs().values())
+        )
+        gradients += sum(each.local().nbytes for each in self.trained)
+        return parameters, gradients, sum(sum(each) for each in self._needs().values())
 
     def _needs(self) -> dict[torch.device, tuple[int, int]]:
         needs: dict[torch.device, tuple[int, int]] = {}
@@ -259,7 +265,7 @@ class Wholes:
                 big, small = (torch.empty(n, dtype=torch.uint8, device=device) for n in sizes)
                 self._memory[device] = big, small
         if gradients:
-            [torch.empty_like(whole.parameter) for whole in self.trained]
+            [torch.empty_like(each) for w in self.trained for each in (w.parameter, w.local())]
         self.held = True
 
     def release(self) -> None:

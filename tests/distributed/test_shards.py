@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
 
 from elastic_mbs import (
     DistributedOptions,
@@ -25,7 +23,7 @@ from elastic_mbs import (
 )
 from tests.helpers.ddp import FailingBackward, data, failing, joined
 from tests.helpers.ranks import run_ranks, values
-from tests.helpers.shards import Block, Net, alike, full, sharded, worst
+from tests.helpers.shards import Block, Net, alike, by_columns, full, sharded, worst
 
 TIMEOUT = DistributedOptions(timeout=20)
 STEPS = 4
@@ -96,12 +94,6 @@ def clip(model: nn.Module) -> float:
     norm = full(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     assert norm is not None
     return float(norm)
-
-
-def by_columns(parameter: nn.Parameter) -> Shard:
-    return Shard(
-        1 if parameter.ndim == 2 and parameter.shape[1] % dist.get_world_size() == 0 else 0
-    )
 
 
 def shard(model: Net, case: str, world: int) -> nn.Module:

@@ -34,7 +34,7 @@ from elastic_mbs import (
     StepResult,
 )
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.ddp import data, worst
+from tests.helpers.ddp import data, same, worst
 from tests.helpers.ranks import run_ranks
 
 FLAGS: list[dict[str, Any]] = [
@@ -158,7 +158,7 @@ class Run:
             self.optimize()
         self.optimizer.zero_grad()
         self.reference.zero_grad()
-        self.reference.load_state_dict(self.model.state_dict())
+        self.follow()
         self.seen["steps"] += 1
 
     def call(self, number: int) -> bool:
@@ -190,9 +190,7 @@ class Run:
             loss = self.same_pieces(totals, batches[self.rank], both[self.rank], result, streams)
         self.drop_zeros()
         scale = max(1.0, abs(loss))
-        self.worst = max(
-            self.worst, worst(self.model, self.reference), abs(loss - result.loss.item()) / scale
-        )
+        self.worst = max(self.worst, self.difference(), abs(loss - result.loss.item()) / scale)
         return True
 
     def one_process(self, totals: Totals, batches: list[Tensor | None], both: list[bool]) -> float:
@@ -244,7 +242,7 @@ class Run:
                 right.grad = None
 
     def optimize(self) -> None:
-        before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        before = self.state()
         fault = self.fault(40, 0.3)
         try:
             with fault:
@@ -252,8 +250,7 @@ class Run:
         except ElasticMBSError as error:
             self.seen["vetoed"] += 1
             self.note(error)
-            after = self.model.parameters()
-            self.seen["stale"] += not all(map(torch.equal, before, after))
+            self.seen["stale"] += not same(before, self.state())
             self.mbs.optimizer_step(self.optimizer)
         finally:
             self.seen["struck"] += len(fault.hits)
@@ -262,15 +259,22 @@ class Run:
 
     def state(self) -> list[Tensor | None]:
         grads = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
-        return [*grads, *(buffer.clone() for buffer in self.model.buffers())]
+        values = [*self.model.parameters(), *self.model.buffers()]
+        return [*grads, *(value.detach().clone() for value in values)]
+
+    def difference(self) -> float:
+        """Return the relative error of the gradients."""
+        return worst(self.model, self.reference)
+
+    def follow(self) -> None:
+        """Give the reference the model's values."""
+        self.reference.load_state_dict(self.model.state_dict())
 
     def ended(self, error: ElasticMBSError, before: list[Tensor | None]) -> None:
         """Check that an error has left everything as it was."""
         self.seen["typed"] += 1
         self.note(error)
-        for old, new in zip(before, self.state(), strict=True):
-            same = new is None if old is None else new is not None and torch.equal(old, new)
-            self.seen["stale"] += not same
+        self.seen["stale"] += not same(before, self.state())
 
     def note(self, error: ElasticMBSError) -> None:
         self.seen[type(error).__name__] += 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 
@@ -65,6 +65,12 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
+def by_columns(parameter: nn.Parameter) -> Shard:
+    """Return the placement of a parameter: its columns, where they divide by any number here."""
+    columns = parameter.ndim == 2 and parameter.shape[1] % dist.get_world_size() == 0
+    return Shard(1 if columns else 0)
+
+
 def full(tensor: Tensor | None) -> Tensor | None:
     """Return the values of all ranks' shards. Every rank calls it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -97,25 +103,13 @@ def _values(parameter: Tensor) -> Tensor:
     return found
 
 
-def states(model: nn.Module) -> list[Tensor | None]:
-    """Return copies of this rank's parameters, gradients and buffers."""
+def states(model: nn.Module, *, buffers: bool = True) -> list[Tensor | None]:
+    """Return copies of this rank's parameters and gradients, and of its buffers."""
     with torch.no_grad():
         found = [each for p in model.parameters() for each in (p, p.grad)]
-        return [None if each is None else _local(each).clone() for each in found] + [
-            buffer.clone() for buffer in model.buffers()
-        ]
+        found += model.buffers() if buffers else ()
+        return [None if each is None else _local(each).clone() for each in found]
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def same(before: list[Tensor | None], after: list[Tensor | None]) -> bool:
-    """Return whether two lists of `states` are the same, bit for bit."""
-    return all(
-        new is None if old is None else new is not None and torch.equal(old, new)
-        for old, new in zip(before, after, strict=True)
-    )
-
-
-Loss = Callable[[Tensor], Tensor]

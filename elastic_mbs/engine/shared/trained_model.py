@@ -231,7 +231,7 @@ def modules_of(model: object) -> Sequence[nn.Module]:
 
 
 def _place_of(tensor: torch.Tensor) -> torch.device:
-    """Return the device where a step has a tensor. A shard on the host can be gathered elsewhere."""
+    """Return the device where a step has a tensor: an offloaded shard is gathered elsewhere."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or tensor.device.type in (mesh.device_type, "meta"):
         return tensor.device
