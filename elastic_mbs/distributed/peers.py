@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.memory import oom
 from elastic_mbs.options import Settings
+
+_RUN_BEFORE = "run it over the whole batch before the call, and put what it returns into the batch"
+
+Hooks = tuple[AbstractContextManager[object], ...]
 
 
 def peers_of(model: TrainedModel, settings: Settings) -> Peers:
@@ -25,16 +30,18 @@ def peers_of(model: TrainedModel, settings: Settings) -> Peers:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Alone()
-    wrappers = wrappers_in(model.roots)
     devices, is_oom = model.devices(), settings.recovery.is_oom
     retry = partial(oom.retry, devices=devices, is_oom=is_oom)
+    hooks: Hooks = ()
     if "torch.distributed.fsdp" in sys.modules:  # its import takes half a second
         from elastic_mbs.distributed.shards import Shards
-        from elastic_mbs.distributed.units import units_in
+        from elastic_mbs.distributed.units import OnlyGiven, units_in
 
         units = units_in(model.roots)
         if units:
             return Shards(units, model, settings, retry)
+        hooks = (OnlyGiven(model, _RUN_BEFORE),)
+    wrappers = wrappers_in(model.roots)
     if not wrappers:
-        return Alone(NotWrapped(model.roots))
-    return Replicas(wrappers, model, settings, retry)
+        return Alone(NotWrapped(model.roots), *hooks)
+    return Replicas(wrappers, model, settings, retry, hooks)

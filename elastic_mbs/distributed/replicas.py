@@ -31,7 +31,12 @@ class Replicas(Ranks):
     _wrapper = "wrap that in DDP and give it in model=[…]"
 
     def __init__(
-        self, wrappers: Sequence[DDP], model: TrainedModel, settings: Settings, retry: Retry
+        self,
+        wrappers: Sequence[DDP],
+        model: TrainedModel,
+        settings: Settings,
+        retry: Retry,
+        hooks: tuple[AbstractContextManager[object], ...] = (),
     ) -> None:
         """Refuse what would not be trained right, meet the other ranks, and make the buckets.
 
@@ -40,12 +45,13 @@ class Replicas(Ranks):
             model: the modules that the user gave.
             settings: the options.
             retry: runs an operation of ours that can run out of memory.
+            hooks: in place while a step function runs, besides those of the wrappers.
 
         Raises:
             UnsupportedError: a hook, a mode or an option that would not be trained right.
         """
         _check(wrappers)
-        self.hooks: tuple[AbstractContextManager[object], ...] = (Quiet(wrappers),)
+        self.hooks = (Quiet(wrappers), *hooks)
         self._wrappers = wrappers
         ignored = (_ignored(ddp) for ddp in wrappers)
         self._ignored: set[int] = set().union(*ignored)

@@ -14,8 +14,9 @@ replay as often as it likes, and at the end of the call gradients go to their sh
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, compress
 from typing import NamedTuple
 
@@ -52,14 +53,16 @@ _WAYS_OUT = (
     "takes half of it; freeze parameters (LoRA), which then have no gradients. Lock-step mode, "
     "which gathers each layer when it runs, is not built"
 )
+_GIVE = "give it, too, frozen if it is not trained, ElasticMBS([model, other])"
 
 
 class _Site(NamedTuple):
     """A place in a module where a parameter is."""
 
-    parameters: dict[str, nn.Parameter | None]
+    module: nn.Module
     name: str
     whole: Whole
+    put: Callable[[Tensor], None]  # sets the parameter
 
 
 class _InPlace:
@@ -69,13 +72,23 @@ class _InPlace:
         self.sites: list[_Site] = []
 
     def __enter__(self) -> None:
-        for parameters, name, whole in self.sites:
-            parameters[name] = whole.parameter
+        for site in self.sites:
+            site.put(site.whole.parameter)
 
     def __exit__(self, *error: object) -> None:
-        for parameters, name, whole in self.sites:
-            if parameters.get(name) is whole.parameter:
-                parameters[name] = whole.shard  # type: ignore[assignment]
+        for module, name, whole, put in self.sites:
+            if module._parameters.get(name) is whole.parameter:
+                put(whole.shard)
+
+
+def _setter(module: nn.Module, name: str) -> Callable[[Tensor], None]:
+    """Return the function that sets a parameter, as `fully_shard` does.
+
+    Recurrent modules keep a list of their parameters, which their `__setattr__` follows.
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return partial(module._parameters.__setitem__, name)
+    return partial(setattr, module, name)
 
 
 class Shards(Ranks):
@@ -103,7 +116,7 @@ class Shards(Ranks):
         self._modules: list[nn.Module] = []  # of the model, for which `_wholes` are
         self._wholes = Wholes([])
         self._place = _InPlace()
-        self.hooks = (OnlyGiven(model), self._place, QuietUnits(units))
+        self.hooks = (OnlyGiven(model, _GIVE), self._place, QuietUnits(units))
         self._follow(model)  # refuses other parameters before anybody waits
         mesh = self._wholes.every[0].shard.device_mesh
         group = mesh.get_group() if mesh.ndim == 1 else torch.distributed.group.WORLD
@@ -137,7 +150,7 @@ class Shards(Ranks):
             wholes[id(shard)] = whole
         self._set(list(wholes.values()))
         self._place.sites = [
-            _Site(module._parameters, name, wholes[id(parameter)])
+            _Site(module, name, wholes[id(parameter)], _setter(module, name))
             for module in model.modules
             for name, parameter in module._parameters.items()
             if id(parameter) in wholes

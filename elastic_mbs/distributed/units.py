@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.batch.containers import map_tensors
 from elastic_mbs.distributed import torch_private
@@ -121,30 +122,32 @@ def check_parameter(name: str, parameter: Tensor) -> DTensor | None:
 
 
 class OnlyGiven:
-    """A block in which no unit runs that the runtime was not given: it would gather in each piece.
+    """A block in which no unit may run that the runtime was not given: it gathers in each piece.
 
     `__exit__` can be repeated.
     """
 
-    def __init__(self, model: TrainedModel) -> None:
+    def __init__(self, model: TrainedModel, way_out: str) -> None:
         self._model = model
-        self._checked: list[nn.Module] = []
+        self._way_out = way_out
+        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
-        companions = self._model.companions  # another list, once they are others
-        if companions is self._checked:
-            return
-        for module in companions:
+        for module in self._model.companions:
             if isinstance(module, FSDPModule):
-                raise UnsupportedError(
-                    f"the step reaches a {type(module).__name__} of fully_shard that the runtime "
-                    "was not given, which would gather in every piece, where a rank may be alone: "
-                    "give it, too, frozen if it is not trained, ElasticMBS([model, other])"
-                )
-        self._checked = companions
+                hook = partial(_refuse_unit, self._way_out)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def __exit__(self, *error: object) -> None:
-        """Do nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _refuse_unit(way_out: str, module: nn.Module, args: object) -> None:
+    raise UnsupportedError(
+        f"the step runs a {type(module).__name__} of fully_shard that the runtime was not given. "
+        f"It gathers in every piece, where a rank may be alone: {way_out}"
+    )
 
 
 # ---------------------------------------------------------------------- quiet

@@ -56,7 +56,9 @@ def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Tensor], batch: Any) -> St
 
 def train(rank: int, world: int, way: str, case: str) -> list[float]:
     """Train on batches of unequal lengths; each step one rank fails, and one has no batch."""
-    model, reference = Net(tied=case == "tied").double(), Net(tied=case == "tied").double()
+    model, reference = (
+        Net(tied=case == "tied", recurrent=case == "recurrent").double() for _ in "ab"
+    )
     shard(model, case, world)
     errors = []
 
@@ -131,7 +133,7 @@ def test_each_way_in_gives_the_gradient_and_the_loss_of_the_global_batch(way: st
 
 CASES = [
     *("checkpoint", "compiled blocks", "grouped", "root alone", "columns", "offload", "kept"),
-    *("tied", "clip"),
+    *("tied", "clip", "recurrent"),
 ]
 
 

