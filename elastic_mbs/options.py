@@ -23,7 +23,7 @@ from elastic_mbs.batch.lengths import Length, Trim
 from elastic_mbs.batch.reader import Count
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.device import accelerator_of
-from elastic_mbs.errors import ElasticMBSError, UnsupportedError, UsageError
+from elastic_mbs.errors import ElasticMBSError, UsageError
 from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import MemorySensor
 from elastic_mbs.rollback.random_streams import check_generators
@@ -176,12 +176,7 @@ class MemoryOptions(_Group):
         if self.sensor is not None and not isinstance(self.sensor, MemorySensor):
             raise UsageError(f"sensor={self.sensor!r} is no MemorySensor: it has no read()")
         for name in ("monitor_interval", "wait_for_memory"):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not 0 <= value < math.inf
-            ):
+            if not _are_seconds(value := getattr(self, name)):
                 raise UsageError(
                     f"{name}={value!r} is not a finite number of seconds of at least 0"
                 )
@@ -194,28 +189,16 @@ class DistributedOptions(_Group):
     Attributes:
         timeout: seconds that a rank waits for the others where they meet. It has to be longer than
             what one of them does alone: an evaluation, a checkpoint, replays.
-        mode: of a model of `fully_shard`. "local" gathers all parameters once a call, so each rank
-            needs room for the whole model and its gradients. There is no other mode yet.
+        mode: "local" gathers a model of `fully_shard` once a call. "lockstep" is not built.
     """
 
     timeout: float = 600.0
-    mode: str = "local"
+    mode: Literal["local", "lockstep"] = "local"
 
     def __post_init__(self) -> None:
-        if self.mode == "lockstep":
-            raise UnsupportedError(
-                "mode='lockstep', which gathers each layer when it runs, is not built: "
-                "mode='local' gathers the whole model once a call, and refuses one that does not "
-                "fit, with the numbers"
-            )
-        _check_choice(self, "mode", "local")
-        value = self.timeout
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
-            raise UsageError(f"timeout={value!r} is not a finite number of seconds above 0")
+        _check_choice(self, "mode", "local", "lockstep")
+        if not (_are_seconds(self.timeout) and self.timeout):
+            raise UsageError(f"timeout={self.timeout!r} is not a finite number of seconds above 0")
 
 
 class Options(TypedDict, total=False):
@@ -492,6 +475,11 @@ def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> d
 def _check_choice(options: object, name: str, *choices: str | bool | None) -> None:
     if (value := getattr(options, name)) not in choices:
         raise UsageError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
+
+
+def _are_seconds(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf
 
 
 def _check_outputs(settings: Settings) -> None:

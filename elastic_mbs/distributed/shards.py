@@ -319,6 +319,12 @@ def _gradient_of(whole: Whole) -> tuple[Tensor | None, int]:
 
 
 def _check_options(settings: Settings) -> None:
+    if settings.distributed.mode == "lockstep":
+        raise UnsupportedError(
+            "mode='lockstep', which gathers each layer when it runs, is not built: mode='local' "
+            "gathers the whole model once a call, and refuses one that does not fit, with the "
+            "numbers"
+        )
     if settings.scaler is not None:
         raise UnsupportedError(
             "scaler= with fully_shard makes collectives inside optimizer_step, where a rank may "
