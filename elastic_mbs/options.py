@@ -194,9 +194,12 @@ class DistributedOptions(_Group):
     Attributes:
         timeout: seconds that a rank waits for the others where they meet. It has to be longer than
             what one of them does alone: an evaluation, a checkpoint, replays.
+        overlap: sum gradients while the last piece's backward still runs. It takes one more copy of
+            the gradients. False: after it.
     """
 
     timeout: float = 600.0
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         value = self.timeout
@@ -206,6 +209,8 @@ class DistributedOptions(_Group):
             or not 0 < value < math.inf
         ):
             raise UsageError(f"timeout={value!r} is not a finite number of seconds above 0")
+        if not isinstance(self.overlap, bool):
+            raise UsageError(f"overlap={self.overlap!r} is neither True nor False")
 
 
 class Options(TypedDict, total=False):

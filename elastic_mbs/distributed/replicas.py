@@ -22,6 +22,7 @@ from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.buckets import Buckets
 from elastic_mbs.distributed.buffers import Buffers
 from elastic_mbs.distributed.control import VALUES, Control, Place, Retry, Row
+from elastic_mbs.distributed.overlap import Overlap
 from elastic_mbs.distributed.wrappers import Quiet, check, check_not_joining
 from elastic_mbs.engine.outcome.result import StepResult, has_loss, with_losses
 from elastic_mbs.engine.shared.peers import Gradients
@@ -36,6 +37,7 @@ from elastic_mbs.errors import (
 from elastic_mbs.options import Settings
 
 _WHAT = "make room for the sums of gradients over the ranks"
+_RANGE = 8  # sums that were sent are made again where they would be scaled up by more than that
 
 
 class Replicas:
@@ -71,6 +73,7 @@ class Replicas:
         # Sums of host memory are gloo's, whose waits can end; those of a device wait in its stream.
         self._on_host = all(device.type == "cpu" for device in model.devices())
         self._timeout = settings.distributed.timeout
+        self._overlaps = settings.distributed.overlap
         # Totals are those of all ranks from the start: loss_fn divides by them itself.
         self._sums = settings.reduction == "sum"
         ignored = (_ignored(ddp) for ddp in wrappers)
@@ -81,6 +84,10 @@ class Replicas:
         self._buffers = Buffers(wrappers, self._ignored)
         self._control = self._connect()
         self._buckets = Buckets([])
+        self._overlap: Overlap | None = None  # of `_buckets`
+        self._agreed: Overlap | None = None  # the one for whose leaves all ranks have met
+        self._reference = 0.0  # the counts of all ranks by which sums that are sent are weighed
+        self._again = True  # sums that were sent are not this call's gradient
         self._losses = torch.zeros(VALUES, dtype=torch.float64)
         self._modules: list[nn.Module] = []  # of the model, for which `_buffers` are
         self._maps: list[Tensor] = []  # of each rank: which leaves have gradients
@@ -91,6 +98,7 @@ class Replicas:
         self._names: tuple[str, ...] = ()  # of the losses of this call
         self._met = True  # this call has had its meeting
         self._prepared = True  # this call's gradients are its alone
+        self._scale = 1.0  # of sums that were sent, to those of this call
 
     def _connect(self) -> Control:
         return Control(self._group, self._model.devices()[0], self._timeout, self._retry)
@@ -115,13 +123,17 @@ class Replicas:
         """Have memory for all sums, so that nothing is allocated after a meeting."""
         leaves = self._leaves
         if self._buckets.leaves is not leaves:
-            self._buckets = Buckets([])  # the old memory is gone before the new is made
+            # The old memory is gone before the new is made, unless the others still sum in it.
+            self._buckets, self._overlap = Buckets([]), None
             self._maps = list(torch.zeros(self._control.size, len(leaves), dtype=torch.uint8))
             self._signature = float(zlib.crc32(repr(list(map(_form, leaves))).encode()))
             device = leaves[0].device if leaves else torch.device("cpu")
             kind = torch.float32 if device.type == "mps" else torch.float64
             self._losses = torch.zeros(VALUES, dtype=kind, device=device)
-            self._buckets = Buckets(leaves)  # last: it tells that all is there
+            buckets = Buckets(leaves, turns=not self._overlaps)
+            if self._overlaps:
+                self._overlap = Overlap(buckets, self._group)
+            self._buckets = buckets  # last: it tells that all is there
         modules = self._model.modules  # another list, once it has changed
         self._buffers.refresh(modules_changed=modules is not self._modules)
         self._modules = modules
@@ -163,8 +175,10 @@ class Replicas:
                 self._control = self._connect()
                 self._control.batch = batch
         self._control.batch += 1
-        self._met = self._named = self._prepared = False
+        self._met = self._named = self._prepared = self._again = False
         self._counts = 0.0
+        if self._agreed is not None:
+            self._agreed.begin(self._wait)
         for ddp in self._wrappers:
             check_not_joining(ddp)
 
@@ -192,18 +206,34 @@ class Replicas:
         self._met = False  # the one at the end is still to come
         return counts.among(everybody)
 
-    def before_backward(self, gradients: Gradients) -> None:
+    def before_backward(self, gradients: Gradients, *, last: bool) -> None:
+        """Put gradients aside that were there; let the last backward send what is whole."""
+        self._put_aside(gradients)
+        overlap = self._agreed
+        if overlap is None:
+            return
+        self._again = self._again or overlap.sent > 0  # the batch has started over
+        if last and gradients.settled and not self._again:
+            overlap.arm(self._weight())
+        else:
+            overlap.disarm()
+
+    def _put_aside(self, gradients: Gradients) -> None:
         """Put gradients aside that were there: `.grad` is this call's alone."""
         if not self._prepared:
             self._prepared = True
             gradients.put_aside(self._model.leaves)
+
+    def _weight(self) -> float:
+        """Return the weight of this rank's gradient before the counts of the others are known."""
+        return 1.0 if self._named else self._counts / self._reference
 
     def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
         """Make this rank's gradient and loss those of all ranks' samples.
 
         All that can fail on this rank alone comes before the meeting.
         """
-        self.before_backward(gradients)
+        self._put_aside(gradients)
         self._refresh()
         self._check_gradients(gradients)
         self._retry(_WHAT, self._make_room)
@@ -212,6 +242,8 @@ class Replicas:
         count = 1 + len(self._names)
         like = losses[0] if typed else self._losses[0]
         totals = self._retry(_WHAT, lambda: [torch.empty_like(like) for _ in range(count)])
+        if self._agreed is not None:
+            self._agreed.send_rest(self._weight(), self._retry)
         factor = self._agree_on_gradients()
         try:
             self._add_up(losses, totals, factor)
@@ -246,7 +278,8 @@ class Replicas:
         """Meet at the end of the batch; return this rank's share of all counts."""
         used = self._buckets.used()
         checksum = float(zlib.crc32(used))
-        rows = self._meet(Place.GRADIENT, [self._counts, self._signature, checksum])
+        again = float(self._again or self._agreed is not self._overlap)
+        rows = self._meet(Place.GRADIENT, [self._counts, self._signature, checksum, again])
         _check_total([row.values[0] for row in rows])
         if len({row.values[1] for row in rows}) > 1:
             raise MisuseError(
@@ -255,9 +288,23 @@ class Replicas:
             )
         if len({row.values[2] for row in rows}) > 1:
             self._make_missing(used)
-        if self._named:
-            return 1.0
-        return self._counts / math.fsum(row.values[0] for row in rows)
+        total = math.fsum(row.values[0] for row in rows)
+        self._judge(total, again=any(row.values[3] for row in rows))
+        return 1.0 if self._named else self._counts / total
+
+    def _judge(self, total: float, *, again: bool) -> None:
+        """Decide, the same on every rank, whether the sums that were sent are the gradient's.
+
+        They are too large, or too small for half precision, where counts have changed by much.
+        """
+        agreed, self._agreed = self._agreed, self._overlap
+        fits = self._named or total <= self._reference <= _RANGE * total
+        self._again = agreed is None or again or not fits
+        self._scale = 1.0 if self._named or self._again else self._reference / total
+        if not fits:
+            self._reference = total
+        if self._again and agreed is not None:
+            agreed.begin(self._wait)
 
     def _make_missing(self, used: bytes) -> None:
         """Make the gradients that another rank has: every optimizer is to make the same step."""
@@ -292,7 +339,10 @@ class Replicas:
                 works.append(self._sum(self._losses))
 
             self._retry("sum the losses of the ranks", begin)
-            self._buckets.sum(factor, self._group, self._wait, self._retry)
+            if self._again or self._overlap is None:
+                self._buckets.sum(factor, self._group, self._wait, self._retry)
+            else:
+                self._overlap.take(self._scale, self._wait, self._retry)
             self._wait(works[0])
             for total, place in zip(totals, self._losses, strict=False):
                 total.copy_(place)
@@ -305,6 +355,7 @@ class Replicas:
             return
         self._met = True
         try:
+            self._send_anything()
             self._control.meet(Place.GRADIENT, failed=True)
             self._control.errors(error)
         except ElasticMBSError as problem:
@@ -312,10 +363,31 @@ class Replicas:
 
     def _meet(self, place: Place, values: Sequence[float]) -> list[Row]:
         self._met = True  # an error in the meeting, or of it, is an error of all ranks
-        rows = self._control.meet(place, values)
+        try:
+            rows = self._control.meet(place, values)
+        except MisuseError:
+            self._send_anything()
+            raise
         if any(row.failed for row in rows):
+            self._send_anything()
             self._raise(None)
         return rows
+
+    def _send_anything(self) -> None:
+        """Send what the others wait for in a call that has failed."""
+        if self._agreed is None:
+            return
+        try:
+            self._agreed.send_anything()
+        except Exception as error:
+            self._control.lose(f"{type(error).__name__} kept a sum from its begin: {error}")
+            raise PeerError(self._control.broken) from None
+
+    def _send_for_others(self) -> None:
+        """Send what the others wait for in a call that this rank does not make."""
+        if self._agreed is not None:
+            self._agreed.begin(self._wait)
+            self._send_anything()
 
     def _raise(self, own: Exception | None) -> NoReturn:
         """Exchange errors, and raise this rank's own, or the one that stands for the others'."""
@@ -332,8 +404,14 @@ class Replicas:
     def agree(self, error: BaseException | None) -> str:
         """Vote on an optimizer's step; see `Peers`. It replaces no error."""
         try:
-            rows = self._control.meet(Place.STEP, failed=error is not None)
+            try:
+                rows = self._control.meet(Place.STEP, failed=error is not None)
+            except MisuseError:
+                self._send_for_others()
+                raise
             failed = any(row.failed for row in rows)
+            if any(row.place != Place.STEP for row in rows):
+                self._send_for_others()
             return self._control.errors(error) if failed else ""
         except ElasticMBSError as problem:
             if error is None:

@@ -118,7 +118,7 @@ class Run:
         isolate = shared.random() < 0.2
         self.mbs = ElasticMBS(
             ddp,
-            distributed=DistributedOptions(timeout=30),
+            distributed=DistributedOptions(timeout=30, overlap=shared.random() < 0.7),
             memory=MemoryOptions(wait_for_memory=0),
             recovery=RecoveryOptions(replay="isolate" if isolate else "auto"),
             # BatchNorm over two samples that are alike would magnify every rounding
