@@ -194,8 +194,8 @@ class DistributedOptions(_Group):
     Attributes:
         timeout: seconds that a rank waits for the others where they meet. It has to be longer than
             what one of them does alone: an evaluation, a checkpoint, replays.
-        overlap: sum gradients while the last piece's backward still runs. It takes one more copy of
-            the gradients. False: after it.
+        overlap: sum gradients while the last piece's backward still runs, which takes one more copy
+            of them. False: sum them after it.
     """
 
     timeout: float = 600.0

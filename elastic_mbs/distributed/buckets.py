@@ -11,7 +11,8 @@ from torch import Tensor
 
 from elastic_mbs.distributed.control import Retry
 
-CAP = 25 * 2**20  # bytes of a bucket, as in DDP
+FIRST = 2**20  # bytes of the first bucket, and of all others, as in DDP
+CAP = 25 * 2**20
 UNDER_WAY = 2  # sums at a time
 
 Kind = tuple[torch.dtype, torch.device]
@@ -136,11 +137,11 @@ class Buckets:
 def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the leaves of each bucket."""
     current: list[Tensor] = []
-    size = 0
+    size, cap = 0, FIRST
     for leaf in reversed(leaves):
-        if current and (size + leaf.nbytes > CAP or _kind(leaf) != _kind(current[0])):
+        if current and (size + leaf.nbytes > cap or _kind(leaf) != _kind(current[0])):
             yield current
-            current, size = [], 0
+            current, size, cap = [], 0, CAP
         current.append(leaf)
         size += leaf.nbytes
     if current:

@@ -89,6 +89,7 @@ class Replicas:
         self._reference = 0.0  # the counts of all ranks by which sums that are sent are weighed
         self._again = True  # sums that were sent are not this call's gradient
         self._losses = torch.zeros(VALUES, dtype=torch.float64)
+        self._places: list[Tensor] = []  # of each loss in `_losses`
         self._modules: list[nn.Module] = []  # of the model, for which `_buffers` are
         self._maps: list[Tensor] = []  # of each rank: which leaves have gradients
         self._make_room()
@@ -98,7 +99,7 @@ class Replicas:
         self._names: tuple[str, ...] = ()  # of the losses of this call
         self._met = True  # this call has had its meeting
         self._prepared = True  # this call's gradients are its alone
-        self._scale = 1.0  # of sums that were sent, to those of this call
+        self._correction = 1.0  # of sums that were sent, to those of this call
 
     def _connect(self) -> Control:
         return Control(self._group, self._model.devices()[0], self._timeout, self._retry)
@@ -130,9 +131,10 @@ class Replicas:
             device = leaves[0].device if leaves else torch.device("cpu")
             kind = torch.float32 if device.type == "mps" else torch.float64
             self._losses = torch.zeros(VALUES, dtype=kind, device=device)
+            self._places = list(self._losses)
             buckets = Buckets(leaves, turns=not self._overlaps)
             if self._overlaps:
-                self._overlap = Overlap(buckets, self._group)
+                self._overlap = Overlap(buckets, self._losses, self._group)
             self._buckets = buckets  # last: it tells that all is there
         modules = self._model.modules  # another list, once it has changed
         self._buffers.refresh(modules_changed=modules is not self._modules)
@@ -169,11 +171,12 @@ class Replicas:
 
     def begin(self) -> None:
         """Begin a training call; see `Peers`."""
+        if self._control.broken:
+            raise PeerError(self._control.broken)
         if self._control.left:  # the runtime was closed, and is used again
             batch = self._control.batch
-            if not self._control.broken:
-                self._control = self._connect()
-                self._control.batch = batch
+            self._control = self._connect()
+            self._control.batch = batch
         self._control.batch += 1
         self._met = self._named = self._prepared = self._again = False
         self._counts = 0.0
@@ -243,10 +246,15 @@ class Replicas:
         like = losses[0] if typed else self._losses[0]
         totals = self._retry(_WHAT, lambda: [torch.empty_like(like) for _ in range(count)])
         if self._agreed is not None:
+            self._put_losses(losses, self._weight())
             self._agreed.send_rest(self._weight(), self._retry)
         factor = self._agree_on_gradients()
         try:
-            self._add_up(losses, totals, factor)
+            if self._again:
+                self._add_up(losses, factor)
+            else:
+                self._take()
+            self._finish(totals)
         except PeerError:
             raise
         except BaseException as error:  # the others cannot be told at a meeting: they add up
@@ -300,7 +308,7 @@ class Replicas:
         agreed, self._agreed = self._agreed, self._overlap
         fits = self._named or total <= self._reference <= _RANGE * total
         self._again = agreed is None or again or not fits
-        self._scale = 1.0 if self._named or self._again else self._reference / total
+        self._correction = 1.0 if self._named or self._again else self._reference / total
         if not fits:
             self._reference = total
         if self._again and agreed is not None:
@@ -326,25 +334,37 @@ class Replicas:
         if any(row.failed for row in rows):
             self._raise(problem)
 
-    def _add_up(self, losses: list[Tensor], totals: list[Tensor], factor: float) -> None:
-        """Sum losses and gradients over the ranks, and send the buffers of rank 0."""
+    def _put_losses(self, losses: list[Tensor], factor: float) -> None:
+        """Put the losses, times `factor`, where they are summed."""
+
+        def put() -> None:
+            self._losses.zero_()
+            for place, loss in zip(self._places, losses, strict=False):
+                place.copy_(loss)
+            self._losses.mul_(factor)
+
         with torch.no_grad(), torch_private.unseen():
-            works: list[dist.Work] = []
+            self._retry("sum the losses of the ranks", put)
 
-            def begin() -> None:
-                self._losses.zero_()
-                for place, loss in zip(self._losses, losses, strict=False):
-                    place.copy_(loss)
-                self._losses.mul_(factor)
-                works.append(self._sum(self._losses))
+    def _add_up(self, losses: list[Tensor], factor: float) -> None:
+        """Sum losses and gradients over the ranks."""
+        self._put_losses(losses, factor)
+        with torch.no_grad(), torch_private.unseen():
+            work = self._retry("sum the losses of the ranks", lambda: self._sum(self._losses))
+            self._buckets.sum(factor, self._group, self._wait, self._retry)
+            self._wait(work)
 
-            self._retry("sum the losses of the ranks", begin)
-            if self._again or self._overlap is None:
-                self._buckets.sum(factor, self._group, self._wait, self._retry)
-            else:
-                self._overlap.take(self._scale, self._wait, self._retry)
-            self._wait(works[0])
-            for total, place in zip(totals, self._losses, strict=False):
+    def _take(self) -> None:
+        """Take the sums that were sent before the ranks have met."""
+        assert self._overlap is not None
+        with torch.no_grad(), torch_private.unseen():
+            self._overlap.take(self._correction, self._wait, self._retry)
+            self._losses.mul_(self._correction)
+
+    def _finish(self, totals: list[Tensor]) -> None:
+        """Copy the sums of the losses, and send the buffers of rank 0."""
+        with torch.no_grad(), torch_private.unseen():
+            for total, place in zip(totals, self._places, strict=False):
                 total.copy_(place)
             if self._control.size > 1:
                 self._buffers.send(self._group, self._control.rank, self._wait, self._retry)
