@@ -189,16 +189,21 @@ class DistributedOptions(_Group):
     Attributes:
         timeout: seconds that a rank waits for the others where they meet. It has to be longer than
             what one of them does alone: an evaluation, a checkpoint, replays.
+        overlap: sum gradients while the last piece's backward still runs, which takes one more copy
+            of them. False: sum them after it.
         mode: "local" gathers a model of `fully_shard` once a call. "lockstep" is not built.
     """
 
     timeout: float = 600.0
+    overlap: bool = True
     mode: Literal["local", "lockstep"] = "local"
 
     def __post_init__(self) -> None:
-        _check_choice(self, "mode", "local", "lockstep")
         if not (_are_seconds(self.timeout) and self.timeout):
             raise UsageError(f"timeout={self.timeout!r} is not a finite number of seconds above 0")
+        if not isinstance(self.overlap, bool):
+            raise UsageError(f"overlap={self.overlap!r} is neither True nor False")
+        _check_choice(self, "mode", "local", "lockstep")
 
 
 class Options(TypedDict, total=False):
@@ -478,8 +483,7 @@ def _check_choice(options: object, name: str, *choices: str | bool | None) -> No
 
 
 def _are_seconds(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _check_outputs(settings: Settings) -> None:

@@ -4,7 +4,7 @@
     meet     all that can fail on one rank alone, then one meeting, then the sums
     failed   a rank that has no gradient says so at the next meeting
 
-Subclasses add up the gradients.
+Subclasses add up the gradients. Some send sums before the ranks have met (`overlap.py`).
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Ranks:
         self._sums = settings.reduction == "sum"
         self._control = self._connect()
         self._losses = torch.zeros(VALUES, dtype=torch.float64)
+        self._places: list[Tensor] = []  # of each loss in `_losses`
         self._maps: list[Tensor] = []  # of each rank: which leaves have gradients
         self._signature = 0.0  # of the leaves that are summed
         self._counts = 1.0  # of this rank in this call
@@ -92,6 +93,7 @@ class Ranks:
         device = leaves[0].device if leaves else torch.device("cpu")
         kind = torch.float32 if device.type == "mps" else torch.float64
         self._losses = torch.zeros(VALUES, dtype=kind, device=device)
+        self._places = list(self._losses)
 
     def _warm_up(self) -> None:
         """Make one sum, so that the group has its connections before memory is short."""
@@ -131,7 +133,9 @@ class Ranks:
 
     def _come_back(self) -> None:
         """Meet the others again where the runtime was closed, and is used again."""
-        if self._control.left and not self._control.broken:
+        if self._control.broken:
+            raise PeerError(self._control.broken)
+        if self._control.left:
             batch = self._control.batch
             self._control = self._connect()
             self._control.batch = batch
@@ -171,9 +175,11 @@ class Ranks:
         count = 1 + len(self._names)
         like = losses[0] if typed else self._losses[0]
         totals = self._retry(WHAT, lambda: [torch.empty_like(like) for _ in range(count)])
+        self._send_ahead(losses)
         factor = self._agree_on_gradients()
         try:
-            self._add_up(losses, totals, factor)
+            self._add_up(losses, factor)
+            self._finish_sums(totals)
         except PeerError:
             raise
         except BaseException as error:  # the others cannot be told at a meeting: they add up
@@ -189,6 +195,22 @@ class Ranks:
     def _used(self) -> bytes:
         """Return for each leaf that is summed whether it has a gradient."""
         raise NotImplementedError
+
+    def _send_ahead(self, losses: list[Tensor]) -> None:
+        """Send sums before the ranks have met."""
+
+    def _send_anything(self) -> None:
+        """Send what the others wait for in a call that has failed."""
+
+    def _send_for_others(self) -> None:
+        """Send what the others wait for in a call that this rank does not make."""
+
+    def _again(self) -> bool:
+        """Return whether sums that were sent are not this call's gradient."""
+        return False
+
+    def _judge(self, total: float, *, again: bool) -> None:
+        """Decide, the same on every rank, whether the sums that were sent are the gradient's."""
 
     def _use_all(self, used: bytes) -> None:
         """Follow the other ranks, of which some have gradients of other leaves."""
@@ -225,7 +247,8 @@ class Ranks:
         """Meet at the end of the batch; return this rank's share of all counts."""
         used = self._used()
         checksum = float(zlib.crc32(used))
-        rows = self._meet(Place.GRADIENT, [self._counts, self._signature, checksum])
+        again = float(self._again())
+        rows = self._meet(Place.GRADIENT, [self._counts, self._signature, checksum, again])
         _check_total([row.values[0] for row in rows])
         if len({row.values[1] for row in rows}) > 1:
             raise MisuseError(
@@ -234,9 +257,9 @@ class Ranks:
             )
         if len({row.values[2] for row in rows}) > 1:
             self._use_all(used)
-        if self._named:
-            return 1.0
-        return self._counts / math.fsum(row.values[0] for row in rows)
+        total = math.fsum(row.values[0] for row in rows)
+        self._judge(total, again=any(row.values[3] for row in rows))
+        return 1.0 if self._named else self._counts / total
 
     def _gather_maps(self, used: bytes) -> list[bool]:
         """Return for each leaf that is summed whether a rank has a gradient of it."""
@@ -244,22 +267,30 @@ class Ranks:
         self._control.gather(mine, self._maps, Place.LEAVES)
         return list(map(any, zip(*map(Tensor.tolist, self._maps), strict=True)))
 
-    def _add_up(self, losses: list[Tensor], totals: list[Tensor], factor: float) -> None:
-        """Sum losses and gradients over the ranks."""
+    def _put_losses(self, losses: list[Tensor], factor: float) -> None:
+        """Put the losses, times `factor`, where they are summed."""
+
+        def put() -> None:
+            self._losses.zero_()
+            for place, loss in zip(self._places, losses, strict=False):
+                place.copy_(loss)
+            self._losses.mul_(factor)
+
         with torch.no_grad(), torch_private.unseen():
-            works: list[dist.Work] = []
+            self._retry("sum the losses of the ranks", put)
 
-            def begin() -> None:
-                self._losses.zero_()
-                for place, loss in zip(self._losses, losses, strict=False):
-                    place.copy_(loss)
-                self._losses.mul_(factor)
-                works.append(self._sum(self._losses))
-
-            self._retry("sum the losses of the ranks", begin)
+    def _add_up(self, losses: list[Tensor], factor: float) -> None:
+        """Sum losses and gradients over the ranks."""
+        self._put_losses(losses, factor)
+        with torch.no_grad(), torch_private.unseen():
+            work = self._retry("sum the losses of the ranks", lambda: self._sum(self._losses))
             self._sum_gradients(factor)
-            self._wait(works[0])
-            for total, place in zip(totals, self._losses, strict=False):
+            self._wait(work)
+
+    def _finish_sums(self, totals: list[Tensor]) -> None:
+        """Copy the sums of the losses."""
+        with torch.no_grad(), torch_private.unseen():
+            for total, place in zip(totals, self._places, strict=False):
                 total.copy_(place)
 
     def failed(self, error: BaseException) -> None:
@@ -268,6 +299,7 @@ class Ranks:
             return
         self._met = True
         try:
+            self._send_anything()
             self._control.meet(Place.GRADIENT, failed=True)
             self._control.errors(error)
         except ElasticMBSError as problem:
@@ -278,8 +310,13 @@ class Ranks:
     ) -> list[Row]:
         """Meet; raise where a rank has failed, this one by `own`."""
         self._met = True  # an error in the meeting, or of it, is an error of all ranks
-        rows = self._control.meet(place, values, failed=own is not None)
+        try:
+            rows = self._control.meet(place, values, failed=own is not None)
+        except MisuseError:
+            self._send_anything()
+            raise
         if any(row.failed for row in rows):
+            self._send_anything()
             self._raise(own)
         return rows
 
@@ -305,8 +342,14 @@ class Ranks:
     def agree(self, error: BaseException | None) -> str:
         """Vote on an optimizer's step; see `Peers`. It replaces no error."""
         try:
-            rows = self._control.meet(Place.STEP, failed=error is not None)
+            try:
+                rows = self._control.meet(Place.STEP, failed=error is not None)
+            except MisuseError:
+                self._send_for_others()
+                raise
             failed = any(row.failed for row in rows)
+            if any(row.place != Place.STEP for row in rows):
+                self._send_for_others()
             return self._control.errors(error) if failed else ""
         except ElasticMBSError as problem:
             if error is None:

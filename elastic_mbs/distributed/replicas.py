@@ -17,12 +17,15 @@ from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.buckets import Buckets
 from elastic_mbs.distributed.buffers import Buffers
 from elastic_mbs.distributed.control import Place, Retry
+from elastic_mbs.distributed.overlap import Overlap
 from elastic_mbs.distributed.ranks import WHAT, Ranks
 from elastic_mbs.distributed.wrappers import Quiet, check, check_not_joining
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
-from elastic_mbs.errors import UnsupportedError
+from elastic_mbs.errors import PeerError, UnsupportedError
 from elastic_mbs.options import Settings
+
+_RANGE = 8  # sums that were sent are made again where they would be scaled up by more than that
 
 
 class Replicas(Ranks):
@@ -60,7 +63,13 @@ class Replicas(Ranks):
         self._refresh(model)  # refuses other leaves before anybody waits
         self._buffers = Buffers(wrappers, self._ignored)
         super().__init__(wrappers[0].process_group, model, settings, retry)
+        self._overlaps = settings.distributed.overlap
         self._buckets = Buckets([])
+        self._overlap: Overlap | None = None  # of `_buckets`
+        self._agreed: Overlap | None = None  # the one for whose leaves all ranks have met
+        self._reference = 0.0  # the counts of all ranks by which sums that are sent are weighed
+        self._anew = True  # sums that were sent are not this call's gradient
+        self._correction = 1.0  # of sums that were sent, to those of this call
         self._modules: list[nn.Module] = []  # of the model, for which `_buffers` are
         self._make_room()
         self._warm_up()
@@ -86,9 +95,13 @@ class Replicas(Ranks):
         """Have memory for all sums, so that nothing is allocated after a meeting."""
         leaves = self._leaves
         if self._buckets.leaves is not leaves:
-            self._buckets = Buckets([])  # the old memory is gone before the new is made
+            # The old memory is gone before the new is made, unless the others still sum in it.
+            self._buckets, self._overlap = Buckets([]), None
             self._make_common_room(leaves)
-            self._buckets = Buckets(leaves)  # last: it tells that all is there
+            buckets = Buckets(leaves, turns=not self._overlaps)
+            if self._overlaps:
+                self._overlap = Overlap(buckets, self._losses, self._group)
+            self._buckets = buckets  # last: it tells that all is there
         modules = self._model.modules  # another list, once it has changed
         self._buffers.refresh(modules_changed=modules is not self._modules)
         self._modules = modules
@@ -98,22 +111,64 @@ class Replicas(Ranks):
     def begin(self) -> None:
         """Begin a training call; see `Peers`."""
         super().begin()
-        self._prepared = False
+        self._prepared = self._anew = False
+        if self._agreed is not None:
+            self._agreed.begin(self._wait)
         for ddp in self._wrappers:
             check_not_joining(ddp)
 
-    def before_backward(self, gradients: Gradients) -> None:
+    def before_backward(self, gradients: Gradients, *, last: bool) -> None:
+        """Put gradients aside that were there; let the last backward send what is whole."""
+        self._put_aside(gradients)
+        overlap = self._agreed
+        if overlap is None:
+            return
+        self._anew = self._anew or overlap.sent > 0  # the batch has started over
+        if last and gradients.settled and not self._anew:
+            overlap.arm(self._weight())
+        else:
+            overlap.disarm()
+
+    def _put_aside(self, gradients: Gradients) -> None:
         """Put gradients aside that were there: `.grad` is this call's alone."""
         if not self._prepared:
             self._prepared = True
             gradients.put_aside(self._model.leaves)
 
+    def _weight(self) -> float:
+        """Return the weight of this rank's gradient before the counts of the others are known."""
+        return 1.0 if self._named else self._counts / self._reference
+
     def _prepare_sums(self, gradients: Gradients) -> None:
         """Have the gradients of this call alone, and memory for their sums."""
-        self.before_backward(gradients)
+        self._put_aside(gradients)
         self._refresh(self._model)
         self._check_gradients(gradients)
         self._retry(WHAT, self._make_room)
+
+    def _send_ahead(self, losses: list[Tensor]) -> None:
+        """Send all that hooks have not sent, before the ranks meet."""
+        if self._agreed is not None:
+            self._put_losses(losses, self._weight())
+            self._agreed.send_rest(self._weight(), self._retry)
+
+    def _again(self) -> bool:
+        """Return whether sums that were sent are not this call's gradient."""
+        return self._anew or self._agreed is not self._overlap
+
+    def _judge(self, total: float, *, again: bool) -> None:
+        """Decide, the same on every rank, whether the sums that were sent are the gradient's.
+
+        They are too large, or too small for half precision, where counts have changed by much.
+        """
+        agreed, self._agreed = self._agreed, self._overlap
+        fits = self._named or total <= self._reference <= _RANGE * total
+        self._anew = agreed is None or again or not fits
+        self._correction = 1.0 if self._named or self._anew else self._reference / total
+        if not fits:
+            self._reference = total
+        if self._anew and agreed is not None:
+            agreed.begin(self._wait)
 
     def _used(self) -> bytes:
         """Return for each leaf that is summed whether it has a gradient."""
@@ -135,15 +190,50 @@ class Replicas(Ranks):
             problem = error
         self._meet(Place.LEAVES, own=problem)
 
+    def _add_up(self, losses: list[Tensor], factor: float) -> None:
+        """Sum losses and gradients over the ranks, or take the sums that were sent."""
+        if self._anew:
+            super()._add_up(losses, factor)
+        else:
+            self._take()
+
     def _sum_gradients(self, factor: float) -> None:
-        """Sum the buckets, and send the buffers of rank 0."""
+        """Sum the buckets."""
         self._buckets.sum(factor, self._group, self._wait, self._retry)
+
+    def _take(self) -> None:
+        """Take the sums that were sent before the ranks have met."""
+        assert self._overlap is not None
+        with torch.no_grad(), torch_private.unseen():
+            self._overlap.take(self._correction, self._wait, self._retry)
+            self._losses.mul_(self._correction)
+
+    def _finish_sums(self, totals: list[Tensor]) -> None:
+        """Copy the sums of the losses, and send the buffers of rank 0."""
+        super()._finish_sums(totals)
         if self._control.size > 1:
-            self._buffers.send(self._group, self._control.rank, self._wait, self._retry)
+            with torch.no_grad(), torch_private.unseen():
+                self._buffers.send(self._group, self._control.rank, self._wait, self._retry)
 
     def _keep_sums(self, gradients: Gradients) -> None:
         """Add the sums to the gradients that were there."""
         gradients.take_back()
+
+    def _send_anything(self) -> None:
+        """Send what the others wait for in a call that has failed."""
+        if self._agreed is None:
+            return
+        try:
+            self._agreed.send_anything()
+        except Exception as error:
+            self._control.lose(f"{type(error).__name__} kept a sum from its begin: {error}")
+            raise PeerError(self._control.broken) from None
+
+    def _send_for_others(self) -> None:
+        """Send what the others wait for in a call that this rank does not make."""
+        if self._agreed is not None:
+            self._agreed.begin(self._wait)
+            self._send_anything()
 
 
 def _check(wrappers: Sequence[DDP]) -> None:

@@ -261,7 +261,7 @@ class Shards(Ranks):
         self._met = False  # the one at the end is still to come
         return super().share(counts)
 
-    def before_backward(self, gradients: Gradients) -> None:
+    def before_backward(self, gradients: Gradients, *, last: bool) -> None:
         """Do nothing: the whole parameters have no gradients but this call's."""
 
     def _prepare_sums(self, gradients: Gradients) -> None:

@@ -229,7 +229,7 @@ class Call:
         parts = self.parts
         gradients = parts.gradients
         gradients.check_before(first=parts.progress.untouched)
-        parts.peers.before_backward(gradients)
+        parts.peers.before_backward(gradients, last=not parts.progress.schedule)
         weight = attempt.weigh(value, parts.batch.counts, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.

@@ -33,6 +33,7 @@ from elastic_mbs import (
     RecoveryOptions,
     StepResult,
 )
+from elastic_mbs.distributed import buckets
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.ddp import data, same, worst
 from tests.helpers.ranks import run_ranks
@@ -118,7 +119,7 @@ class Run:
         isolate = shared.random() < 0.2
         self.mbs = ElasticMBS(
             ddp,
-            distributed=DistributedOptions(timeout=30),
+            distributed=DistributedOptions(timeout=30, overlap=shared.random() < 0.7),
             memory=MemoryOptions(wait_for_memory=0),
             recovery=RecoveryOptions(replay="isolate" if isolate else "auto"),
             # BatchNorm over two samples that are alike would magnify every rounding
@@ -127,6 +128,7 @@ class Run:
         )
         foreach = shared.choice([None, True, False])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=foreach)
+        self.steady = shared.random() < 0.5
         self.worst = 0.0
 
     def fault(self, operations: int, chance: float) -> InjectOOM:
@@ -165,6 +167,8 @@ class Run:
         """Make one training call on all ranks; return whether it was finished."""
         lengths = [4, 8, 12] if self.kind == "bn" else [None, 1, 3, 6, 9, 12]
         sizes = [self.shared.choice(lengths) for _ in range(self.world)]
+        if self.steady:  # counts do not change, so sums that were sent are good
+            sizes = [12] * self.world
         batches = [None if n is None else data(rank, number, n) for rank, n in enumerate(sizes)]
         both = [self.shared.random() < 0.5 for _ in sizes]
         before = self.state()
@@ -291,12 +295,25 @@ class Run:
         self.seen["drifted"] += not all(torch.equal(flat, other) for other in others)
 
 
+def count_early_sums(seen: Counter[str]) -> None:
+    """Count the sums that begin while a backward runs."""
+    begin = dist.all_reduce
+
+    def all_reduce(*args: Any, **options: Any) -> Any:
+        seen["early"] += torch._C._current_graph_task_id() >= 0
+        return begin(*args, **options)
+
+    dist.all_reduce = all_reduce
+
+
 def fuzz(rank: int, world: int, seed: int, steps: int, seconds: float) -> dict[str, float]:
     """Make `steps` steps, or as many as `seconds` allow; return what was counted."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     shared = random.Random(seed)  # it draws the same on every rank
     seen = Counter[str]()
+    count_early_sums(seen)
+    buckets.FIRST = buckets.CAP = 300 if seed % 2 else 2**20
     errors: dict[str, float] = {}
     began = time.monotonic()
     while seen["steps"] < steps:

@@ -49,6 +49,7 @@ class ShardedRun(Run):
         self.model = self.called = model
         self.reference = copy.deepcopy(model)
         options: dict[str, Any] = {}
+        self.steady = False  # nothing is sent ahead
         self.replicas = world == 4 and shared.random() < 0.7
         if self.replicas:
             options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))

@@ -16,7 +16,13 @@ from elastic_mbs.engine.outcome.result import StepResult
 
 
 class Gradients(Protocol):
-    """The gradients of one call on this rank: `elastic_mbs.engine.gradients.CallGradients`."""
+    """The gradients of one call on this rank: `elastic_mbs.engine.gradients.CallGradients`.
+
+    Attributes:
+        settled: it is known which leaves commit, each once in a backward, and nothing has failed.
+    """
+
+    settled: bool
 
     def leaves(self) -> list[torch.Tensor]:
         """Return every leaf that the call can have changed."""
@@ -50,8 +56,13 @@ class Peers(Protocol):
         """Return the counts of this rank's batch, as a part of all ranks' where pieces need it."""
         ...
 
-    def before_backward(self, gradients: Gradients) -> None:
-        """Prepare for a backward of the call: the gradients are to be this call's alone."""
+    def before_backward(self, gradients: Gradients, *, last: bool) -> None:
+        """Prepare for a backward of the call: the gradients are to be this call's alone.
+
+        Args:
+            gradients: of the call.
+            last: no piece is to come after this one.
+        """
         ...
 
     def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
@@ -103,7 +114,7 @@ class Alone:
         """Return the counts."""
         return counts
 
-    def before_backward(self, gradients: Gradients) -> None:
+    def before_backward(self, gradients: Gradients, *, last: bool) -> None:
         """Do nothing."""
 
     def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
