@@ -84,7 +84,8 @@ class ElasticMBS(RuntimeFigures):
         memory: `device` of the pieces, `prefetch`, `sensor` and `monitor_interval`,
             `wait_for_memory`, `host_guard`.
         distributed: `timeout` of a job of many processes. Of a module wrapped in
-            `DistributedDataParallel` all ranks make their runtimes, and calls, together.
+            `DistributedDataParallel`, or sharded by `fully_shard`, all ranks make their runtimes,
+            and calls, together.
 
     Raises:
         UsageError: an argument makes no sense; the message names it and the way out.

@@ -1,4 +1,4 @@
-"""Many processes (DDP): the other ranks of a job, as a call meets them.
+"""Many processes (DDP, FSDP2): the other ranks of a job, as a call meets them.
 
 Every rank runs its pieces as if there were no other, so it may fail and replay as often as it
 likes. Ranks meet once a call, when each has its own part of the gradient whole:

@@ -125,6 +125,7 @@ class Shards(Ranks):
         self._room: Wholes | None = None  # there is memory for what ranks exchange about these
         self._seen: Wholes | None = None  # their gradients were seen to have room
         self._before: list[tuple[Tensor | None, int]] = []  # gradients of shards at the start
+        self._versions: list[int] = []  # of the whole parameters, as they were gathered
         self._wanted: list[bool] = []  # which trained parameters get a gradient in this call
 
     def _follow(self, model: TrainedModel) -> None:
@@ -259,6 +260,7 @@ class Shards(Ranks):
         """Gather the parameters, and return the counts; see `Ranks`."""
         self._make_whole(training=True)
         self._met = False  # the one at the end is still to come
+        self._versions = self._wholes.versions()
         return super().share(counts)
 
     def before_backward(self, gradients: Gradients, *, last: bool) -> None:
@@ -267,18 +269,27 @@ class Shards(Ranks):
     def _prepare_sums(self, gradients: Gradients) -> None:
         """Make the gradients of the shards, without values."""
         self._check_gradients(gradients)
-        now = map(_gradient_of, self._wholes.trained)
-        for (before, old), (grad, version), whole in zip(
-            self._before, now, self._wholes.trained, strict=True
-        ):
-            if grad is not before or version != old:
+        self._check_edits()
+        self._retry(WHAT, self._wholes.make_gradients)
+
+    def _check_edits(self) -> None:
+        """Refuse what a step did to shards, and to parameters that are dropped after the call."""
+        trained, every = self._wholes.trained, self._wholes.every
+        for before, whole in zip(self._before, trained, strict=True):
+            if not _same(before, _gradient_of(whole)):
                 raise GradientsChangedError(
                     f"the gradient of {whole.name!r} was changed in the middle of a batch: call "
                     "zero_grad(), clip or edit gradients after the whole batch, next to "
                     "optimizer.step(), and compute with the parameters that modules have in "
                     "loss_fn, not with a list made before"
                 )
-        self._retry(WHAT, self._wholes.make_gradients)
+        for old, new, whole in zip(self._versions, self._wholes.versions(), every, strict=True):
+            if new != old:
+                raise UnsupportedError(
+                    f"the step edits the parameter {whole.name!r} in place, and the whole one is "
+                    "dropped after the call, as by fully_shard itself: edit parameters next to "
+                    "optimizer.step()"
+                )
 
     def _used(self) -> bytes:
         """Return for each trained parameter whether it has a gradient."""
@@ -316,6 +327,10 @@ def _gradient_of(whole: Whole) -> tuple[Tensor | None, int]:
         return None, 0
     with torch.no_grad():
         return grad, grad.to_local()._version  # type: ignore[attr-defined]
+
+
+def _same(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
+    return before[0] is now[0] and before[1] == now[1]
 
 
 def _check_options(settings: Settings) -> None:

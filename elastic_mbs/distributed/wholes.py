@@ -285,6 +285,10 @@ class Wholes:
         for batch in self._scatters:
             batch.scatter(factor, self._memory[batch.device], wait, retry)
 
+    def versions(self) -> list[int]:
+        """Return how often each whole was changed."""
+        return [whole.parameter._version for whole in self.every]
+
     def make_gradients(self) -> None:
         """Have gradients for the shards, without values. Can be repeated."""
         for whole in self.trained:

@@ -421,13 +421,20 @@ def edit(rank: int, world: int) -> list[str]:
             shard.grad = None
         return square(model(x))
 
-    found = [caught(lambda fn=fn: mbs.backward(fn, data(rank, 0))) for fn in (step, clear)]  # type: ignore[misc]
+    def clamp(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.last.weight.clamp_(-1.0, 1.0)
+        return square(model(x))
+
+    kinds = (step, clear, clamp)
+    found = [caught(lambda fn=fn: mbs.backward(fn, data(rank, 0))) for fn in kinds]  # type: ignore[misc]
     model.zero_grad()
     return [*found, caught(lambda: mbs.backward(lambda x: square(model(x)), data(rank, 0)))]
 
 
 def test_a_step_and_an_edit_inside_the_step_function_are_refused() -> None:
-    for step, clear, after in values(run_ranks(edit)):
+    for step, clear, clamp, after in values(run_ranks(edit)):
         assert step.startswith("StepInsideError: SGD.step() ran inside the step function")
         assert clear.startswith("GradientsChangedError: the gradient of 'first.weight' was changed")
+        assert clamp.startswith("UnsupportedError: the step edits the parameter 'last.weight' in p")
         assert after == "no error"
