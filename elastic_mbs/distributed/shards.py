@@ -124,7 +124,8 @@ class Shards(Ranks):
         super().__init__(group, model, settings, retry)
         self._room: Wholes | None = None  # there is memory for what ranks exchange about these
         self._seen: Wholes | None = None  # their gradients were seen to have room
-        self._before: list[tuple[Tensor | None, int]] = []  # gradients of shards at the start
+        # gradients of shards at the first backward of the call
+        self._before: list[tuple[Tensor | None, int]] | None = None
         self._versions: list[int] = []  # of the whole parameters, as they were gathered
         self._wanted: list[bool] = []  # which trained parameters get a gradient in this call
 
@@ -254,7 +255,7 @@ class Shards(Ranks):
         """Begin a training call; see `Peers`."""
         super().begin()
         self._follow(self._model)
-        self._before = list(map(_gradient_of, self._wholes.trained))
+        self._before = None
 
     def share(self, counts: Counts) -> Counts:
         """Gather the parameters, and return the counts; see `Ranks`."""
@@ -264,7 +265,13 @@ class Shards(Ranks):
         return super().share(counts)
 
     def before_backward(self, gradients: Gradients, *, last: bool) -> None:
-        """Do nothing: the whole parameters have no gradients but this call's."""
+        """Note the gradients of shards. Those of whole parameters are this call's alone."""
+        self._note_gradients()
+
+    def _note_gradients(self) -> list[tuple[Tensor | None, int]]:
+        if self._before is None:  # a loop may clear old ones in its first piece
+            self._before = list(map(_gradient_of, self._wholes.trained))
+        return self._before
 
     def _prepare_sums(self, gradients: Gradients) -> None:
         """Make the gradients of the shards, without values."""
@@ -275,7 +282,7 @@ class Shards(Ranks):
     def _check_edits(self) -> None:
         """Refuse what a step did to shards, and to parameters that are dropped after the call."""
         trained, every = self._wholes.trained, self._wholes.every
-        for before, whole in zip(self._before, trained, strict=True):
+        for before, whole in zip(self._note_gradients(), trained, strict=True):
             if not _same(before, _gradient_of(whole)):
                 raise GradientsChangedError(
                     f"the gradient of {whole.name!r} was changed in the middle of a batch: call "
@@ -339,6 +346,11 @@ def _check_options(settings: Settings) -> None:
             "mode='lockstep', which gathers each layer when it runs, is not built: mode='local' "
             "gathers the whole model once a call, and refuses one that does not fit, with the "
             "numbers"
+        )
+    if settings.gradients.verify == "error":
+        raise UnsupportedError(
+            "verify='error' would raise on one rank, when all ranks have the gradient in their "
+            "shards: use GradientOptions(verify='warn'), and mbs.verify on all ranks"
         )
     if settings.scaler is not None:
         raise UnsupportedError(

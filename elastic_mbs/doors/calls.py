@@ -151,11 +151,11 @@ class Calls:
             return self._without_samples()
         name, identity = names_of(loss_fn)
         sources = partial(_all, loss_fn, args, kwargs)
+        with self._beginning() as peers:
+            view, counts = self._read(batch, name, (args, kwargs))
+            work = Batch(view, peers.share(counts), name, identity, sources=sources)
+            call = self._begin(work)
         try:
-            with self._beginning() as peers:
-                view, counts = self._read(batch, name, (args, kwargs))
-                work = Batch(view, peers.share(counts), name, identity, sources=sources)
-                call = self._begin(work)
             with call:
                 call.run(loss_fn, args, kwargs)
             result = self._finish(call)
@@ -163,7 +163,7 @@ class Calls:
                 self._check_split(call.parts, partial(_on_piece, loss_fn, args, kwargs))
             return result
         finally:
-            self._resources.peers.end()
+            peers.end()
 
     def _check_split(self, parts: CallParts, loss_fn: Callable[[Any], Any]) -> None:
         """Compare whole and pieces; empty the gradients of a call whose loss is refused."""

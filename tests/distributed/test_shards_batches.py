@@ -160,6 +160,29 @@ def test_calls_before_one_step_add_up_and_clip_alike() -> None:
         assert max(errors) < 1e-12
 
 
+def clear_inside(rank: int, world: int) -> tuple[float, str]:
+    """Clear old gradients before the first piece, as a loop may; then start a call in a call."""
+    model, reference = pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ElasticMBS(model, micro_batch_size=3, distributed=TIMEOUT) as mbs:
+        mbs.backward(lambda x: square(model(x)), data(rank, 0))
+        nested = ""
+        for i, micro in enumerate(mbs.micro_batches(data(rank, 1))):
+            with micro:
+                if not i:
+                    optimizer.zero_grad()
+                    nested = caught(lambda: mbs.backward(model, data(rank, 0)))
+                micro.backward(square(model(micro.data)))
+    square(reference(joined([data(each, 1) for each in range(world)]))).backward()
+    return worst(model, reference), nested
+
+
+def test_gradients_that_are_cleared_before_the_first_piece_do_not_come_back() -> None:
+    for error, nested in values(run_ranks(clear_inside)):
+        assert error < 1e-12
+        assert nested.startswith("NestedCallError")  # and it has changed nothing
+
+
 def thaw(rank: int, world: int) -> list[float]:
     model, reference = pair()
     errors = []
@@ -409,16 +432,18 @@ def edit(rank: int, world: int) -> list[str]:
     model, _ = pair()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shards = list(model.parameters())
-    mbs = ElasticMBS(model, distributed=TIMEOUT)
+    mbs = ElasticMBS(model, micro_batch_size=3, distributed=TIMEOUT)
     mbs.backward(lambda x: square(model(x)), data(rank, 0))
+    pieces: list[Tensor] = []
 
     def step(x: Tensor) -> Tensor:
         optimizer.step()
         return square(model(x))
 
     def clear(x: Tensor) -> Tensor:
-        for shard in shards:
+        for shard in shards if pieces else ():
             shard.grad = None
+        pieces.append(x)
         return square(model(x))
 
     def clamp(x: Tensor) -> Tensor:

@@ -138,10 +138,12 @@ def use(rank: int, world: int) -> list[str]:
         return out
 
     noise = GradientOptions(noise_scale=10)
+    checked = GradientOptions(verify="error")
     scaler = torch.amp.GradScaler("cpu")
     return [
         caught(lambda: mbs.backward_embeddings(model, loss_fn, data(rank, 0))),
         caught(lambda: ElasticMBS(model, gradients=noise)),
+        caught(lambda: ElasticMBS(model, gradients=checked)),
         caught(lambda: ElasticMBS(model, scaler=scaler)),
         caught(lambda: ElasticMBS(model, distributed=DistributedOptions(mode="lockstep"))),
         caught(lambda: mbs.backward(loss_fn, data(rank, 0))),
@@ -149,9 +151,10 @@ def use(rank: int, world: int) -> list[str]:
 
 
 def test_options_and_losses_over_embeddings_are_refused_by_name() -> None:
-    embeddings, noise, scaler, lock_step, after = values(run_ranks(use, world=1))[0]
+    embeddings, noise, checked, scaler, lock_step, after = values(run_ranks(use, world=1))[0]
     assert embeddings.startswith("UnsupportedError: backward_embeddings compares the samples")
     assert noise.startswith("UnsupportedError: noise_scale= compares pieces")
+    assert checked.startswith("UnsupportedError: verify='error' would raise on one rank")
     assert scaler.startswith("UnsupportedError: scaler= with fully_shard makes collectives")
     assert lock_step.startswith("UnsupportedError: mode='lockstep', which gathers each layer when")
     assert "is not built: mode='local' gathers the whole model once a call" in lock_step
