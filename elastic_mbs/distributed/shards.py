@@ -135,6 +135,7 @@ class Shards(Ranks):
             unit.reshard()  # a forward outside of a call can have left them whole
         if not model.refresh() and model.modules is self._modules:
             return
+        self._modules = []  # until all is well
         known = {id(each.shard): each for each in self._wholes.every}
         unit_of = owners(self._units)
         wholes: dict[int, Whole] = {}
