@@ -278,7 +278,7 @@ class Shards(Ranks):
         """Make the gradients of the shards, without values."""
         self._check_gradients(gradients)
         self._check_edits()
-        self._retry(WHAT, self._wholes.make_gradients)
+        self._retry(WHAT, self._wholes.prepare_scatter)
 
     def _check_edits(self) -> None:
         """Refuse what a step did to shards, and to parameters that are dropped after the call."""

@@ -260,13 +260,22 @@ class Wholes:
         """
         for whole in self.every:
             whole.allocate()
+        self._prepare_collectives()
+        if gradients:
+            [torch.empty_like(each) for w in self.trained for each in (w.parameter, w.local())]
+        self.held = True
+
+    def _prepare_collectives(self) -> None:
         for device, sizes in self._needs().items():
             if device not in self._memory:
                 big, small = (torch.empty(n, dtype=torch.uint8, device=device) for n in sizes)
                 self._memory[device] = big, small
-        if gradients:
-            [torch.empty_like(each) for w in self.trained for each in (w.parameter, w.local())]
-        self.held = True
+
+    def prepare_scatter(self) -> None:
+        """Have memory for collectives, and gradients for the shards. Can be repeated."""
+        self._prepare_collectives()
+        for whole in self.trained:
+            whole.make_gradient()
 
     def release(self) -> None:
         """Drop all memory. Can be repeated."""
@@ -279,20 +288,16 @@ class Wholes:
         """Make the wholes out of the shards of all ranks. Nothing is allocated."""
         for batch in self._gathers:
             batch.gather(self._memory[batch.device], wait, retry)
+        self._memory.clear()  # pieces may have it
 
     def scatter(self, factor: float, wait: Wait, retry: Retry) -> None:
-        """Put the sums of gradient * factor in the gradients that `make_gradients` has made."""
+        """Put the sums of gradient * factor in the gradients of the shards, which are there."""
         for batch in self._scatters:
             batch.scatter(factor, self._memory[batch.device], wait, retry)
 
     def versions(self) -> list[int]:
         """Return how often each whole was changed."""
         return [whole.parameter._version for whole in self.every]
-
-    def make_gradients(self) -> None:
-        """Have gradients for the shards, without values. Can be repeated."""
-        for whole in self.trained:
-            whole.make_gradient()
 
 
 def _batches(wholes: Sequence[Whole]) -> Iterator[_Batch]:

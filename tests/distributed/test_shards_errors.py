@@ -256,6 +256,20 @@ def test_ranks_with_other_models_are_told() -> None:
         assert found.startswith("MisuseError: the ranks have different parameters")
 
 
+def other_leaves(rank: int, world: int) -> tuple[str, float]:
+    job = Job(rank, world)
+    job.model.last.requires_grad_(rank == 0)
+    found = caught(lambda: job.call(0))
+    job.model.last.requires_grad_(True)
+    return found, job.error_after_another_call()
+
+
+def test_ranks_that_train_other_parameters_are_told() -> None:
+    for found, error in values(run_ranks(other_leaves)):
+        assert found.startswith("MisuseError: the ranks train different parameters")
+        assert error < 1e-12
+
+
 def run_until(rank: int, world: int, ending: str) -> tuple[str, float, bool]:
     """Make one call; in the second one rank 1 does not come to a meeting."""
     model = sharded(Net().double())

@@ -88,6 +88,28 @@ def in_ddp() -> nn.Module:
     return ddp
 
 
+def over_two_meshes() -> nn.Module:
+    model = Net()
+    fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s")))
+    fully_shard(model)
+    return model
+
+
+class Gathers(Tensor):
+    """A parameter that decides itself what is gathered, as those of float8 do."""
+
+    def fsdp_pre_all_gather(self, mesh: object) -> tuple[tuple[Tensor, ...], None]:
+        return (self,), None
+
+
+def extended() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(model)
+    weight: Any = model[0].weight
+    weight._local_tensor = weight._local_tensor.as_subclass(Gathers)
+    return model
+
+
 def plain_beside() -> Any:
     return [small(), nn.Linear(2, 2)]
 
@@ -99,6 +121,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "SyncBatchNorm": (synchronised, "1 is a SyncBatchNorm"),
     "a part that is not sharded": (in_part, "'first.weight' is trained and not sharded"),
     "a module beside it": (plain_beside, "'weight' is trained and not sharded"),
+    "two meshes": (over_two_meshes, "are sharded over different meshes"),
+    "parameters of float8": (extended, "'0.weight' is a Gathers, which decides itself how it is"),
     "tensor parallelism": (parallel, "without tensor parallelism"),
     "a model without values": (on_meta, "'last.weight' is on 'meta'"),
     "a wrapper around it": (in_ddp, "give fully_shard a mesh of two dimensions (HSDP)"),
