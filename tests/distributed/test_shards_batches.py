@@ -370,7 +370,7 @@ def short_of_memory(rank: int, world: int) -> tuple[float, int]:
     fully_shard(model)
     batches = [torch.randn(128, 64, dtype=torch.float64) for _ in range(world)]
     size = 128
-    with MemoryBudget("100GiB" if rank else "1100KiB") as budget:
+    with MemoryBudget("100GiB" if rank else "900KiB") as budget:
         budget.track(model, batches[rank])
         memory = MemoryOptions(wait_for_memory=0)
         with ElasticMBS(model, memory=memory, distributed=TIMEOUT) as mbs:
