@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial, wraps
+from functools import wraps
 from itertools import permutations
 from typing import Any, Literal, TypedDict
 
@@ -27,7 +27,7 @@ from elastic_mbs.errors import ElasticMBSError, UsageError
 from elastic_mbs.events import EventLog, Sink
 from elastic_mbs.memory import MemorySensor
 from elastic_mbs.rollback.random_streams import check_generators
-from elastic_mbs.sinks.run_log import RunLog
+from elastic_mbs.sinks.run_log import RunLog, path_of_rank
 from elastic_mbs.version import __version__
 
 Reduction = Literal["mean", "sum"]
@@ -436,12 +436,23 @@ def event_log(
     devices: Callable[[], list[torch.device]],
     log: str | os.PathLike[str] | None,
     on_event: Sink | Iterable[Sink],
+    about: Mapping[str, object],
 ) -> EventLog:
     """Return the log of a runtime's events.
 
     The run log comes first, because a user's sink can raise.
+
+    Args:
+        settings: the options.
+        devices: returns the devices of the model.
+        log: the file of the run log.
+        on_event: the user's sinks.
+        about: what the run log says of this rank of a job; empty for one process.
     """
-    run_log = () if log is None else (RunLog(log, partial(describe, settings, devices)),)
+    run_log: tuple[Sink, ...] = ()
+    if log is not None:
+        path = path_of_rank(log, about["rank"]) if about else log
+        run_log = (RunLog(path, lambda: {**describe(settings, devices), **about}),)
     sinks = (
         tuple(on_event)
         if isinstance(on_event, Iterable) and not callable(on_event)

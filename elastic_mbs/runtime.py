@@ -70,7 +70,8 @@ class ElasticMBS(RuntimeFigures):
         pad: fills up outputs as wide as the widest sample of their piece (generated texts), at the
             end: a number, or numbers by the names of outputs. Without it they are refused.
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for
-            `elastic-mbs report` and `elastic-mbs watch`.
+            `elastic-mbs report` and `elastic-mbs watch`. In a job of several ranks each has its
+            own: for "run.jsonl" rank 1 writes "run.rank1.jsonl".
         on_event: a function, or several, that get each `Event`, a `CallDone` for each finished call
             among them; see `elastic_mbs.sinks` for some.
         optimizers: those whose `step()` is guarded in place, as `optimizer_step` does it.
@@ -103,8 +104,14 @@ class ElasticMBS(RuntimeFigures):
         if not self.enabled:
             calls = DisabledCalls
             settings = replace(settings, memory=replace(settings.memory, host_guard=False))
-        log = event_log(settings, trained.devices, options.get("log"), options.get("on_event", ()))
         peers = peers_of(trained, settings) if self.enabled else Alone()
+        log = event_log(
+            settings,
+            trained.devices,
+            options.get("log"),
+            options.get("on_event", ()),
+            peers.about,
+        )
         self._resources = Resources(settings, trained, log, exact=self.enabled, peers=peers)
         self._knowledge = Knowledge(settings)
         batches = BatchReader(

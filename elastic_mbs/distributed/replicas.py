@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from typing import NoReturn
@@ -46,6 +46,7 @@ class Replicas:
     Attributes:
         alone: False: a rank may have no batch.
         hooks: keep the wrappers quiet while a step function runs.
+        about: what a run log says of this rank.
     """
 
     alone = False
@@ -83,6 +84,12 @@ class Replicas:
         self._refresh()  # refuses other leaves before anybody waits
         self._buffers = Buffers(wrappers, self._ignored)
         self._control = self._connect()
+        control = self._control
+        self.about: Mapping[str, object] = (
+            {"job": control.job, "rank": control.rank, "ranks": control.size}
+            if control.size > 1
+            else {}
+        )
         self._buckets = Buckets([])
         self._overlap: Overlap | None = None  # of `_buckets`
         self._agreed: Overlap | None = None  # the one for whose leaves all ranks have met
