@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeVar
@@ -290,6 +290,13 @@ class Control:
         with suppress(RuntimeError):  # the store ends with its host
             self._store.set(f"left/{self.rank}", f"{self._waits} {why}")
             self._store.add("left", 1)
+
+    @property
+    def about(self) -> Mapping[str, object]:
+        """The words of a run log about this rank; none where there is no other."""
+        if self.size == 1:
+            return {}
+        return {"job": self.job, "rank": self.rank, "ranks": self.size}
 
     @property
     def left(self) -> bool:

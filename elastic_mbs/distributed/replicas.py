@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from typing import NoReturn
@@ -84,17 +84,13 @@ class Replicas:
         self._refresh()  # refuses other leaves before anybody waits
         self._buffers = Buffers(wrappers, self._ignored)
         self._control = self._connect()
-        control = self._control
-        self.about: Mapping[str, object] = (
-            {"job": control.job, "rank": control.rank, "ranks": control.size}
-            if control.size > 1
-            else {}
-        )
+        self.about = self._control.about
         self._buckets = Buckets([])
         self._overlap: Overlap | None = None  # of `_buckets`
         self._agreed: Overlap | None = None  # the one for whose leaves all ranks have met
         self._reference = 0.0  # the counts of all ranks by which sums that are sent are weighed
         self._again = True  # sums that were sent are not this call's gradient
+        self._correction = 1.0  # of sums that were sent, to those of this call
         self._losses = torch.zeros(VALUES, dtype=torch.float64)
         self._places: list[Tensor] = []  # of each loss in `_losses`
         self._modules: list[nn.Module] = []  # of the model, for which `_buffers` are
@@ -106,7 +102,6 @@ class Replicas:
         self._names: tuple[str, ...] = ()  # of the losses of this call
         self._met = True  # this call has had its meeting
         self._prepared = True  # this call's gradients are its alone
-        self._correction = 1.0  # of sums that were sent, to those of this call
 
     def _connect(self) -> Control:
         return Control(self._group, self._model.devices()[0], self._timeout, self._retry)

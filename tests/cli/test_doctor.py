@@ -15,7 +15,6 @@ from elastic_mbs.cli.doctor.facts import (
     Gpu,
     Host,
     Limit,
-    Network,
     Nvml,
     Torch,
     TorchDevice,
@@ -25,6 +24,7 @@ from elastic_mbs.cli.doctor.facts import (
 )
 from elastic_mbs.cli.doctor.rules import CONDITIONS, Level, conflict, judge, settings, table
 from elastic_mbs.memory import CgroupMemory, Holder
+from tests.helpers import doctor_jobs
 
 GIB = 1024**3
 UUID = "4a6e1d3c-0000-1111-2222-333344445555"
@@ -131,16 +131,6 @@ TWO_NAMES = variables(
 UNREADABLE = bare(
     host=Unknown("OSError: x"), cgroup=Unknown("OSError: y"), limits=Unknown("OSError: z")
 )
-
-HOME = Network(("gloo",), "127.0.1.1", ("lo", "eth0"))
-JOB = {"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_MAX_RESTARTS": "3"}
-FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def job(**values: str) -> Facts:
-    """A machine on which a job of several processes runs, or may run."""
-    return variables(bare(network=HOME), PYTORCH_ALLOC_CONF="expandable_segments:True", **values)
-
 
 # machines, and what must be found: "level topic: words; words"; no finding may be worse than the
 # worst of these
@@ -344,54 +334,11 @@ MACHINES: dict[str, tuple[Facts, list[str]]] = {
         bare(host=Host(GIB, 100 * GIB)),
         ["warning host: 1.0 GiB of 100.0 GiB; DataLoader workers"],
     ),
-    "several processes on one machine": (
-        job(),
-        [
-            "ok processes: the backends gloo",
-            "note processes: leads to 127.0.1.1; on several machines; one of lo, eth0",
-            "ok processes: 600 s; DistributedOptions(timeout=...)",
-        ],
-    ),
-    "a machine in a network": (
-        replace(BARE, network=replace(HOME, address="10.0.0.7")),
-        ["ok processes: at 10.0.0.7"],
-    ),
-    "a machine without a name": (
-        replace(BARE, network=replace(HOME, address=Unknown("gaierror: unknown"))),
-        ["note processes: gaierror: unknown; GLOO_SOCKET_IFNAME"],
-    ),
-    "an interface": (
-        job(GLOO_SOCKET_IFNAME="eth0"),
-        ["ok processes: the interface eth0"],
-    ),
-    "an interface that is not there": (
-        job(GLOO_SOCKET_IFNAME="ib0"),
-        ["problem processes: 'ib0' names no interface; lo, eth0; unset"],
-    ),
-    "sums that never end": (
-        job(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"),
-        ["warning processes: TORCH_NCCL_ASYNC_ERROR_HANDLING=0; never ends"],
-    ),
-    "torchrun": (
-        job(**JOB, **FRESH_STORE),
-        ["note processes: 127.0.1.1", "ok processes: again up to 3 times"],
-    ),
-    "torchrun without restarts": (
-        job(**JOB | {"TORCHELASTIC_MAX_RESTARTS": "0"}),
-        ["warning processes: without --max-restarts; the job ends; --max-restarts 3"],
-    ),
-    "torchrun with the store of the start before": (
-        job(**JOB),
-        ["warning processes: the start before; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"],
-    ),
-    "a network that cannot be looked at": (
-        bare(network=Unknown("OSError: n")),
-        ["note processes: OSError: n"],
-    ),
     "nothing can be read": (
         UNREADABLE,
         ["warning host: OSError: x", "warning host: OSError: y", "note limits: OSError: z"],
     ),
+    **doctor_jobs.machines(BARE),
 }
 
 

@@ -24,6 +24,11 @@ from elastic_mbs.sinks.run_log import checked_path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
+    parser.add_argument(
+        "--distributed",
+        choices=("ddp",),
+        help=f"a job of several ranks, one of which runs out: {ranks.COMMAND}",
+    )
     _add_output(parser)
 
 
@@ -65,11 +70,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         choices=("float64", "float32"),
         default="float64",
         help="float64 shows that all that differs is rounding (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--distributed",
-        choices=("ddp",),
-        help=f"a job of several ranks, one of which runs out: {ranks.COMMAND}",
     )
 
 
