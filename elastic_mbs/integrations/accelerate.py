@@ -22,7 +22,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from elastic_mbs.errors import UnsupportedError, UsageError
-from elastic_mbs.integrations.adapter import NO_FP8, NOT_THIS_ONE, AdaptedMBS, Adapter
+from elastic_mbs.integrations.adapter import (
+    NO_FP8,
+    NOT_THIS_ONE,
+    AdaptedMBS,
+    Adapter,
+    as_prepared,
+)
 from elastic_mbs.integrations.frameworks import ACCELERATE
 from elastic_mbs.options import Options
 from elastic_mbs.runtime import ElasticMBS
@@ -69,18 +75,13 @@ def elastic(
         raise UnsupportedError(f"mixed_precision='fp8': {NO_FP8}")
     adapter = Adapter(
         "accelerate",
-        _kept if replicated else partial(accelerator.unwrap_model, keep_torch_compile=False),
+        as_prepared if replicated else partial(accelerator.unwrap_model, keep_torch_compile=False),
         partial(_check_steps, accelerator),
         scaler=accelerator.scaler,
         steps_scaled=accelerator.scaler is not None,
         replicated=replicated,
     )
     return AdaptedMBS(model, adapter, options)
-
-
-def _kept(module: nn.Module) -> nn.Module:
-    """Return the module as it is: the runtime finds DistributedDataParallel inside."""
-    return module
 
 
 def _check_steps(accelerator: Accelerator) -> None:

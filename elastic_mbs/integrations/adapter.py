@@ -55,6 +55,11 @@ class Adapter:
     replicated: bool = False
 
 
+def as_prepared(module: nn.Module) -> nn.Module:
+    """Return the module as it is: the runtime finds DistributedDataParallel inside."""
+    return module
+
+
 class AdaptedMBS(ElasticMBS):
     """The runtime behind a framework's wrappers. All else is `ElasticMBS`."""
 

@@ -22,7 +22,13 @@ from lightning.fabric.wrappers import is_wrapped
 from torch import nn
 
 from elastic_mbs.errors import UnsupportedError, UsageError
-from elastic_mbs.integrations.adapter import NO_FP8, NOT_THIS_ONE, AdaptedMBS, Adapter
+from elastic_mbs.integrations.adapter import (
+    NO_FP8,
+    NOT_THIS_ONE,
+    AdaptedMBS,
+    Adapter,
+    as_prepared,
+)
 from elastic_mbs.integrations.frameworks import LIGHTNING
 from elastic_mbs.options import Options
 from elastic_mbs.runtime import ElasticMBS
@@ -66,17 +72,12 @@ def elastic(
     scaled = getattr(strategy.precision, "scaler", None) is not None
     adapter = Adapter(
         "Fabric",
-        _kept if replicated else _unwrap,
+        as_prepared if replicated else _unwrap,
         backward=fabric.backward,
         steps_scaled=scaled,
         replicated=replicated,
     )
     return AdaptedMBS(model, adapter, options)
-
-
-def _kept(module: nn.Module) -> nn.Module:
-    """Return the module as it is: the runtime finds DistributedDataParallel inside."""
-    return module
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
