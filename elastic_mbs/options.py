@@ -8,10 +8,9 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial, wraps
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from itertools import permutations
 from typing import Any, Literal, TypedDict
 
@@ -22,13 +21,10 @@ from elastic_mbs.batch.join import Fill, Pad, check_pad
 from elastic_mbs.batch.lengths import Length, Trim
 from elastic_mbs.batch.reader import Count
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.device import accelerator_of
 from elastic_mbs.errors import ElasticMBSError, UsageError
-from elastic_mbs.events import EventLog, Sink
+from elastic_mbs.events import Sink
 from elastic_mbs.memory import MemorySensor
 from elastic_mbs.rollback.random_streams import check_generators
-from elastic_mbs.sinks.run_log import RunLog
-from elastic_mbs.version import __version__
 
 Reduction = Literal["mean", "sum"]
 
@@ -422,59 +418,6 @@ class Settings:
             or gradients.accumulate_dtype is not None
             or gradients.noise_scale is not None
         )
-
-
-def event_log(
-    settings: Settings,
-    devices: Callable[[], list[torch.device]],
-    log: str | os.PathLike[str] | None,
-    on_event: Sink | Iterable[Sink],
-) -> EventLog:
-    """Return the log of a runtime's events.
-
-    The run log comes first, because a user's sink can raise.
-    """
-    run_log = () if log is None else (RunLog(log, partial(describe, settings, devices)),)
-    sinks = (
-        tuple(on_event)
-        if isinstance(on_event, Iterable) and not callable(on_event)
-        else (on_event,)
-    )
-    if not all(map(callable, sinks)):
-        raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
-    return EventLog((*run_log, *sinks))
-
-
-def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:
-    """Return the fields of a run log's header that describe a runtime.
-
-    They are versions, device, and the options that are numbers, flags and strings.
-    """
-    policy = asdict(settings.policy) | {"min_micro_batch_size": settings.limits.minimum}
-    listed = {
-        name: policy.pop(name)
-        for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")
-    }
-    groups = (settings.gradients, settings.recovery, settings.memory, settings.distributed)
-    for group in (settings, *groups):
-        listed |= vars(group)
-    device = devices()[0]
-    return {
-        "name": listed.pop("name"),
-        "versions": {
-            "elastic_mbs": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cuda": torch.version.cuda,
-        },
-        "device": str(device) if (found := accelerator_of(device)) is None else found.name(),
-        "settings": {
-            name: value
-            for name, value in listed.items()
-            if value is None or isinstance(value, bool | int | float | str)
-        },
-        "policy": policy,
-    }
 
 
 def _check_choice(options: object, name: str, *choices: str | bool | None) -> None:

@@ -47,6 +47,7 @@ class Overlap:
             losses: summed after them.
             group: the ranks.
         """
+        self._handles: list[RemovableHandle] = []
         self.sent = 0
         self._buckets = buckets.all
         self._flats = [*(bucket.flat for bucket in self._buckets), losses]  # in their order
@@ -59,7 +60,6 @@ class Overlap:
         # A leaf refers to its node only weakly. On the node and not on the leaf, where hooks of the
         # user's are, which tell the engine something.
         self._nodes: list[Node] = []
-        self._handles: list[RemovableHandle] = []
         for place, bucket in enumerate(self._buckets):
             for leaf in bucket.leaves:
                 node = get_gradient_edge(leaf).node
@@ -123,8 +123,8 @@ class Overlap:
             retry("take the sums of gradients", lambda b=bucket: b.take(factor))  # type: ignore[misc]
         wait(self._works.popleft())
 
-    def close(self) -> None:
-        """Take the hooks off."""
+    def __del__(self) -> None:
+        """Take the hooks off: nodes live as long as their leaves."""
         for handle in self._handles:
             handle.remove()
 

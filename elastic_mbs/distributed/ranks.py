@@ -43,6 +43,7 @@ class Ranks:
     Attributes:
         alone: False: a rank may have no batch.
         hooks: in place while a step function runs.
+        about: what a run log says of this rank.
     """
 
     alone = False
@@ -74,6 +75,7 @@ class Ranks:
         # Totals are those of all ranks from the start: loss_fn divides by them itself.
         self._sums = settings.reduction == "sum"
         self._control = self._connect()
+        self.about = self._control.about
         self._losses = torch.zeros(VALUES, dtype=torch.float64)
         self._places: list[Tensor] = []  # of each loss in `_losses`
         self._maps: list[Tensor] = []  # of each rank: which leaves have gradients

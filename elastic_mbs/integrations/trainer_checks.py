@@ -10,6 +10,15 @@ from transformers.training_args import ParallelMode
 
 from elastic_mbs.errors import UnsupportedError, UsageError
 
+_SERVED = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    ParallelMode.NOT_PARALLEL,
+    ParallelMode.DISTRIBUTED,
+    None,
+)
+
 
 def check_class(cls: type, mixin: type) -> None:
     """Refuse a class whose batches mean more than their samples, or with a misplaced mixin."""
@@ -40,7 +49,7 @@ def check_class(cls: type, mixin: type) -> None:
 
 def check_trainer(trainer: Any, *, optimizer_step: bool, exact: bool) -> None:
     """Refuse options of a trainer under which a batch cannot be cut and replayed."""
-    _check_processes(trainer.args, trainer.accelerator)
+    _check_processes(trainer)
     _check_arguments(trainer.args, trainer.accelerator, optimizer_step=optimizer_step)
     _check_batches(trainer, exact=exact)
 
@@ -64,7 +73,8 @@ def _check_arguments(args: Any, accelerator: Any, *, optimizer_step: bool) -> No
         )
 
 
-def _check_processes(args: Any, accelerator: Any) -> None:
+def _check_processes(trainer: Any) -> None:
+    args, accelerator = trainer.args, trainer.accelerator
     if args.parallel_mode is ParallelMode.NOT_DISTRIBUTED:
         raise UnsupportedError(
             f"the Trainer would put the model on {args.n_gpu} GPUs by nn.DataParallel, whose "
@@ -75,15 +85,26 @@ def _check_processes(args: Any, accelerator: Any) -> None:
         args.parallel_mode,
         getattr(accelerator, "parallelism_config", None),
     )
-    spread = [
-        kind for kind in kinds if kind not in (DistributedType.NO, ParallelMode.NOT_PARALLEL, None)
-    ]
+    spread = [kind for kind in kinds if kind not in _SERVED]
     if spread:
         raise UnsupportedError(
             f"distributed training ({getattr(spread[0], 'value', type(spread[0]).__name__)}) is "
-            "not supported yet: a replay in one would leave the others waiting. Run one process, "
-            "without DeepSpeed, FSDP and parallelism_config"
+            "not supported, because a replay in one process would leave the others waiting: use "
+            "DistributedDataParallel (torchrun) or one process, without DeepSpeed, FSDP and "
+            "parallelism_config"
         )
+    if args.world_size > 1:
+        _check_several(trainer)
+
+
+def _check_several(trainer: Any) -> None:
+    """Refuse trainers whose steps gather from all ranks, which pieces do at other times."""
+    for base in type(trainer).__mro__:
+        if base.__module__.partition(".")[0] == "trl":
+            raise UnsupportedError(
+                f"{base.__name__} gathers its metrics from all ranks in every step, and ranks have "
+                "different numbers of pieces: run one process, or use transformers.Trainer"
+            )
 
 
 def _check_batches(trainer: Any, *, exact: bool) -> None:

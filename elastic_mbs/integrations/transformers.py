@@ -12,6 +12,7 @@ import functools
 import json
 import types
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,11 +22,17 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size, nested_concat
 
 from elastic_mbs.batch.join import PerPiece
+from elastic_mbs.distributed.wrappers import wrappers_in
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
+from elastic_mbs.integrations.trainer_ranks import (
+    counting_alone,
+    share_of_counts,
+    share_of_items,
+)
 from elastic_mbs.integrations.trl_metrics import BatchMetrics, Note
 from elastic_mbs.memory import oom
 from elastic_mbs.options import Options, check_names
@@ -70,7 +77,7 @@ class ElasticTrainerMixin(_Base):
 
     Raises:
         UsageError: an option makes no sense, or the loss of a batch is not made up of its pieces'.
-        UnsupportedError: its batches cannot be cut and replayed: several processes, DataParallel,
+        UnsupportedError: its batches cannot be cut and replayed: FSDP, DeepSpeed, DataParallel,
             padding-free batches, and the like.
     """
 
@@ -84,6 +91,7 @@ class ElasticTrainerMixin(_Base):
         self._elastic_options = _checked({} if elastic is None else elastic)
         self._elastic_of: tuple[object, ElasticMBS] | None = None  # a model and its runtime
         self._elastic_verified = set[bool]()
+        self._elastic_open: ExitStack | None = None  # of runtimes, while training runs
         super().__init__(*args, **kwargs)
         self._elastic_checked()
 
@@ -91,17 +99,26 @@ class ElasticTrainerMixin(_Base):
     def elastic(self) -> ElasticMBS:
         """The runtime, for its `stats`, `last_result`, `plan` and the like.
 
-        Another model (`model_init`) gets another one.
+        Another model (`model_init`) gets another one, and so does the model in
+        DistributedDataParallel, where training begins on all ranks.
         """
-        if self._elastic_of is None or self._elastic_of[0] is not self.model:
+        model: Any = self.model_wrapped if wrappers_in([self.model_wrapped]) else self.model
+        if self._elastic_of is None or self._elastic_of[0] is not model:
             options = {
                 name: value for name, value in self._elastic_options.items() if name not in _OWN
             } | {"count": self._elastic_count}
-            self._elastic_of = (
-                self.model,
-                ElasticMBS(self.model, **options, scaler=self.accelerator.scaler, outputs=None),
-            )
+            # Pieces are weighed here as the trainer and DDP would weigh them.
+            options |= {"reduction": "sum"} if self._elastic_replicated else {}
+            runtime = ElasticMBS(model, **options, scaler=self.accelerator.scaler, outputs=None)
+            self._elastic_of = model, runtime
+            if self._elastic_open is not None:
+                self._elastic_open.enter_context(runtime)
         return self._elastic_of[1]
+
+    @property
+    def _elastic_replicated(self) -> bool:
+        """True in a job of several ranks."""
+        return bool(self.args.world_size > 1)
 
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
@@ -120,11 +137,12 @@ class ElasticTrainerMixin(_Base):
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
         self._elastic_verify(inputs)
         metrics, notes = BatchMetrics(self), list[Note]()
+        own = self._elastic_count(inputs).sum()
         try:
             for micro in mbs.micro_batches(inputs, name="training_step", own_graph=False):
                 with micro:
                     metrics.restore()
-                    self._elastic_piece(model, micro, num_items_in_batch)
+                    self._elastic_piece(model, micro, num_items_in_batch, own)
                     if metrics.kept:
                         micro.on_commit(
                             functools.partial(
@@ -142,12 +160,19 @@ class ElasticTrainerMixin(_Base):
         assert result is not None
         return result.loss
 
-    def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any) -> None:
+    def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any, own: Tensor) -> None:
         """Run the trainer's step on one piece.
 
         In it `accelerator.backward` is the piece's, and the division for accumulation is ours.
+
+        Args:
+            model: as the trainer has prepared it.
+            micro: the piece.
+            num_items: in the batches of a step, over all ranks.
+            own: the counts of this rank's batch.
         """
         total, steps = micro.total, getattr(self, "current_gradient_accumulation_steps", 1)
+        everywhere = self.args.average_tokens_across_devices
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
             if kwargs:
@@ -155,23 +180,38 @@ class ElasticTrainerMixin(_Base):
                     f"accelerator.backward(loss, {', '.join(kwargs)}=…) is not supported (LOMO's "
                     "is one): the engine runs backward"
                 )
-            if steps > 1 and (num_items is None or "count" in self._elastic_options):
+            if self._elastic_replicated:
+                share = self._elastic_share(micro.data, items, num_items, own, everywhere)
+                # A mean over nothing is NaN, and adds nothing.
+                loss = loss * share if share else torch.zeros_like(loss, requires_grad=True)
+            elif steps > 1 and (num_items is None or "count" in self._elastic_options):
                 loss = loss / steps
             elif steps > 1:
                 # in this order: their quotient alone would be rounded to float32
                 loss = loss * total / num_items
             micro.backward(loss)
 
-        items = (
-            None
-            if num_items is None
-            else self._get_num_items_in_batch([micro.data], self.args.device)
-        )
-        self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
-        try:
-            super().training_step(model, micro.data, items)
-        finally:
-            del self.accelerator.backward
+        with counting_alone(self.args):
+            items = (
+                None
+                if num_items is None
+                else self._get_num_items_in_batch([micro.data], self.args.device)
+            )
+            self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
+            try:
+                super().training_step(model, micro.data, items)
+            finally:
+                del self.accelerator.backward
+
+    def _elastic_share(
+        self, piece: Any, items: Any, num_items: Any, own: Tensor, everywhere: bool
+    ) -> float:
+        """Return the weight of a piece's loss in the step's, as the trainer and DDP weigh it."""
+        ranks = self.args.world_size
+        if num_items is not None and "count" not in self._elastic_options:
+            return share_of_items(items, num_items, ranks, everywhere=everywhere)
+        steps = getattr(self, "current_gradient_accumulation_steps", 1)
+        return share_of_counts(self._elastic_count(piece).sum(), own, steps, ranks)
 
     def _elastic_count(self, inputs: Any) -> Tensor:
         """Return the number of loss terms of each sample."""
@@ -235,11 +275,14 @@ class ElasticTrainerMixin(_Base):
 
     def _elastic_loss(self, piece: Any) -> Tensor:
         """Return the loss of a piece."""
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad(), self.compute_loss_context_manager(), counting_alone(self.args):
             items = self._get_num_items_in_batch([piece], self.args.device)
             loss: Tensor = self.compute_loss(
                 self.model, self._prepare_inputs(piece), num_items_in_batch=items
             )
+            if self._elastic_replicated:  # sums of pieces are compared
+                count = self._elastic_count(piece).sum()
+                loss = loss * count.to(loss.device) if count else torch.zeros_like(loss)
         return loss.detach().requires_grad_()  # a graph would take memory
 
     def _elastic_same(self, report: VerifyReport) -> bool:
@@ -327,7 +370,8 @@ class ElasticTrainerMixin(_Base):
         `train` makes the model anew where there is a `model_init`, so the block begins here.
         """
         self._elastic_verified = set()
-        with self._elastic_checked():
+        with ExitStack() as self._elastic_open:
+            self._elastic_open.enter_context(self._elastic_checked())
             return super()._inner_training_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -351,11 +395,19 @@ class ElasticTrainerMixin(_Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the trainer's files, and beside them the sizes that were learned."""
         super()._save_optimizer_and_scheduler(output_dir)
-        Path(output_dir, STATE_NAME).write_text(json.dumps(self.elastic.state_dict()))
+        path = self._elastic_state(output_dir)
+        path.parent.mkdir(parents=True, exist_ok=True)  # another rank can be the first
+        path.write_text(json.dumps(self.elastic.state_dict()))
+
+    def _elastic_state(self, checkpoint: str) -> Path:
+        """Return the file of the sizes that this rank has learned."""
+        rank = f".rank{self.args.process_index}" if self._elastic_replicated else ""
+        whole = Path(checkpoint, STATE_NAME)
+        return whole.with_name(f"{whole.stem}{rank}{whole.suffix}")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (path := Path(checkpoint, STATE_NAME)).exists():
+        if checkpoint is not None and (path := self._elastic_state(checkpoint)).exists():
             try:
                 self.elastic.load_state_dict(json.loads(path.read_text()))
             except (UsageError, json.JSONDecodeError) as error:

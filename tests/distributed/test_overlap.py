@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import DistributedOptions, ElasticMBS, GradientOptions, Policy, UsageError
-from elastic_mbs.distributed import buckets, replicas
+from elastic_mbs.distributed import buckets, overlap, replicas
 from tests.helpers.ddp import caught, data, joined, net, worst
 from tests.helpers.ranks import run_ranks, values
 
@@ -269,6 +269,21 @@ def counts_that_change(rank: int, world: int) -> list[float]:
 def test_sums_that_were_sent_are_weighed_by_the_counts_of_their_own_call() -> None:
     for errors in values(run_ranks(counts_that_change)):
         assert max(errors) < 1e-12
+
+
+def test_the_hooks_go_with_the_sums_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    monkeypatch.setattr(overlap, "_hook", lambda _, place: lambda *gradients: heard.append(place))
+    model, group = net(), object()
+    leaves = list(model.parameters())
+    first, second = (
+        overlap.Overlap(buckets.Buckets(leaves, turns=False), torch.zeros(1), group)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    del first
+    square(model(data(0, 0))).backward()
+    assert len(heard) == len(leaves)
+    assert second.sent == 0
 
 
 def test_overlap_is_a_boolean() -> None:

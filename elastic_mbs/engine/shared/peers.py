@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
@@ -43,9 +43,11 @@ class Peers(Protocol):
     Attributes:
         alone: there is no other rank, so a batch has to have samples.
         hooks: in place while a step function runs.
+        about: what a run log says of this rank: "job", "rank" and "ranks"; empty for one process.
     """
 
     alone: bool
+    about: Mapping[str, object]
     hooks: tuple[AbstractContextManager[object], ...]
 
     def begin(self) -> None:
@@ -103,6 +105,7 @@ class Alone:
     """The peers of a process that has none."""
 
     alone = True
+    about: Mapping[str, object] = {}
 
     def __init__(self, *hooks: AbstractContextManager[object]) -> None:
         self.hooks = hooks
