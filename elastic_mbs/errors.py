@@ -83,7 +83,7 @@ class IncompleteBatchError(MisuseError):
 class UnsupportedError(ElasticMBSError, RuntimeError):
     """A mode of torch, or a device, on which a replay cannot be made exact.
 
-    CUDA graph capture, nn.DataParallel and some modes of DistributedDataParallel are such modes.
+    CUDA graph capture, nn.DataParallel and some modes of DDP and FSDP2 are such modes.
     """
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial, wraps
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from itertools import permutations
 from typing import Any, Literal, TypedDict
 
@@ -22,13 +21,10 @@ from elastic_mbs.batch.join import Fill, Pad, check_pad
 from elastic_mbs.batch.lengths import Length, Trim
 from elastic_mbs.batch.reader import Count
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.device import accelerator_of
 from elastic_mbs.errors import ElasticMBSError, UsageError
-from elastic_mbs.events import EventLog, Sink
+from elastic_mbs.events import Sink
 from elastic_mbs.memory import MemorySensor
 from elastic_mbs.rollback.random_streams import check_generators
-from elastic_mbs.sinks.run_log import RunLog
-from elastic_mbs.version import __version__
 
 Reduction = Literal["mean", "sum"]
 
@@ -176,12 +172,7 @@ class MemoryOptions(_Group):
         if self.sensor is not None and not isinstance(self.sensor, MemorySensor):
             raise UsageError(f"sensor={self.sensor!r} is no MemorySensor: it has no read()")
         for name in ("monitor_interval", "wait_for_memory"):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not 0 <= value < math.inf
-            ):
+            if not _are_seconds(value := getattr(self, name)):
                 raise UsageError(
                     f"{name}={value!r} is not a finite number of seconds of at least 0"
                 )
@@ -189,23 +180,26 @@ class MemoryOptions(_Group):
 
 @dataclass(frozen=True, repr=False)
 class DistributedOptions(_Group):
-    """Options of a job of many processes (`DistributedDataParallel`).
+    """Options of a job of many processes (`DistributedDataParallel`, `fully_shard`).
 
     Attributes:
         timeout: seconds that a rank waits for the others where they meet. It has to be longer than
             what one of them does alone: an evaluation, a checkpoint, replays.
+        overlap: sum gradients while the last piece's backward still runs, which takes one more copy
+            of them. False: sum them after it.
+        mode: "local" gathers a model of `fully_shard` once a call. "lockstep" is not built.
     """
 
     timeout: float = 600.0
+    overlap: bool = True
+    mode: Literal["local", "lockstep"] = "local"
 
     def __post_init__(self) -> None:
-        value = self.timeout
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
-            raise UsageError(f"timeout={value!r} is not a finite number of seconds above 0")
+        if not (_are_seconds(self.timeout) and self.timeout):
+            raise UsageError(f"timeout={self.timeout!r} is not a finite number of seconds above 0")
+        if not isinstance(self.overlap, bool):
+            raise UsageError(f"overlap={self.overlap!r} is neither True nor False")
+        _check_choice(self, "mode", "local", "lockstep")
 
 
 class Options(TypedDict, total=False):
@@ -431,62 +425,13 @@ class Settings:
         )
 
 
-def event_log(
-    settings: Settings,
-    devices: Callable[[], list[torch.device]],
-    log: str | os.PathLike[str] | None,
-    on_event: Sink | Iterable[Sink],
-) -> EventLog:
-    """Return the log of a runtime's events.
-
-    The run log comes first, because a user's sink can raise.
-    """
-    run_log = () if log is None else (RunLog(log, partial(describe, settings, devices)),)
-    sinks = (
-        tuple(on_event)
-        if isinstance(on_event, Iterable) and not callable(on_event)
-        else (on_event,)
-    )
-    if not all(map(callable, sinks)):
-        raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
-    return EventLog((*run_log, *sinks))
-
-
-def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:
-    """Return the fields of a run log's header that describe a runtime.
-
-    They are versions, device, and the options that are numbers, flags and strings.
-    """
-    policy = asdict(settings.policy) | {"min_micro_batch_size": settings.limits.minimum}
-    listed = {
-        name: policy.pop(name)
-        for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")
-    }
-    groups = (settings.gradients, settings.recovery, settings.memory, settings.distributed)
-    for group in (settings, *groups):
-        listed |= vars(group)
-    device = devices()[0]
-    return {
-        "name": listed.pop("name"),
-        "versions": {
-            "elastic_mbs": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cuda": torch.version.cuda,
-        },
-        "device": str(device) if (found := accelerator_of(device)) is None else found.name(),
-        "settings": {
-            name: value
-            for name, value in listed.items()
-            if value is None or isinstance(value, bool | int | float | str)
-        },
-        "policy": policy,
-    }
-
-
 def _check_choice(options: object, name: str, *choices: str | bool | None) -> None:
     if (value := getattr(options, name)) not in choices:
         raise UsageError(f"{name}={value!r} is not known: use {' or '.join(map(repr, choices))}")
+
+
+def _are_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _check_outputs(settings: Settings) -> None:

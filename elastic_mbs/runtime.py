@@ -17,6 +17,7 @@ from elastic_mbs.distributed.peers import peers_of
 from elastic_mbs.doors.arguments import check_evaluation, closed
 from elastic_mbs.doors.calls import Calls
 from elastic_mbs.doors.disabled import DisabledCalls
+from elastic_mbs.doors.event_log import event_log
 from elastic_mbs.doors.figures import RuntimeFigures
 from elastic_mbs.doors.registry import check_same, register, runtime_of
 from elastic_mbs.engine.micro_batch import MicroBatch
@@ -27,7 +28,7 @@ from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import check_function
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import UsageError
-from elastic_mbs.options import Options, OutputPlace, Settings, check_names, event_log
+from elastic_mbs.options import Options, OutputPlace, Settings, check_names
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.rehearsal.rehearsal import Rehearsal
 from elastic_mbs.rehearsal.verify import VerifyReport
@@ -70,7 +71,8 @@ class ElasticMBS(RuntimeFigures):
         pad: fills up outputs as wide as the widest sample of their piece (generated texts), at the
             end: a number, or numbers by the names of outputs. Without it they are refused.
         log: a file to which each event is added as a line of JSON (see `sinks.run_log`), for
-            `elastic-mbs report` and `elastic-mbs watch`.
+            `elastic-mbs report` and `elastic-mbs watch`. In a job of several ranks each has its
+            own: for "run.jsonl" rank 1 writes "run.rank1.jsonl".
         on_event: a function, or several, that get each `Event`, a `CallDone` for each finished call
             among them; see `elastic_mbs.sinks` for some.
         optimizers: those whose `step()` is guarded in place, as `optimizer_step` does it.
@@ -84,7 +86,8 @@ class ElasticMBS(RuntimeFigures):
         memory: `device` of the pieces, `prefetch`, `sensor` and `monitor_interval`,
             `wait_for_memory`, `host_guard`.
         distributed: `timeout` of a job of many processes. Of a module wrapped in
-            `DistributedDataParallel` all ranks make their runtimes, and calls, together.
+            `DistributedDataParallel`, or sharded by `fully_shard`, all ranks make their runtimes,
+            and calls, together.
 
     Raises:
         UsageError: an argument makes no sense; the message names it and the way out.
@@ -103,8 +106,8 @@ class ElasticMBS(RuntimeFigures):
         if not self.enabled:
             calls = DisabledCalls
             settings = replace(settings, memory=replace(settings.memory, host_guard=False))
-        log = event_log(settings, trained.devices, options.get("log"), options.get("on_event", ()))
         peers = peers_of(trained, settings) if self.enabled else Alone()
+        log = event_log(settings, trained.devices, options, peers.about)
         self._resources = Resources(settings, trained, log, exact=self.enabled, peers=peers)
         self._knowledge = Knowledge(settings)
         batches = BatchReader(

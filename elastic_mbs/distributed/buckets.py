@@ -11,7 +11,8 @@ from torch import Tensor
 
 from elastic_mbs.distributed.control import Retry
 
-CAP = 25 * 2**20  # bytes of a bucket, as in DDP
+FIRST = 2**20  # bytes of the first bucket, and of all others, as in DDP
+CAP = 25 * 2**20
 UNDER_WAY = 2  # sums at a time
 
 Kind = tuple[torch.dtype, torch.device]
@@ -21,8 +22,13 @@ def _kind(leaf: Tensor) -> Kind:
     return leaf.dtype, leaf.device
 
 
-class _Bucket:
-    """Some leaves of one type, and views of memory that has their shapes."""
+class Bucket:
+    """Some leaves of one type, and views of memory that has their shapes.
+
+    Attributes:
+        leaves: the leaves.
+        flat: the memory that is summed.
+    """
 
     def __init__(self, leaves: list[Tensor], flat: Tensor) -> None:
         self.leaves = leaves
@@ -41,11 +47,18 @@ class _Bucket:
         if factor != 1.0:
             self.flat.mul_(factor)
 
-    def take(self) -> None:
-        """Copy what was summed to the gradients that are there. Can be repeated."""
+    def take(self, factor: float = 1.0) -> None:
+        """Copy what was summed, times `factor`, to the gradients that are there.
+
+        Can be repeated.
+        """
         pairs = list(self._pairs())
-        if pairs:
-            torch._foreach_copy_([grad for _, grad in pairs], [view for view, _ in pairs])
+        if not pairs:
+            return
+        grads = [grad for _, grad in pairs]
+        torch._foreach_copy_(grads, [view for view, _ in pairs])
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         for view, leaf in zip(self.views, self.leaves, strict=True):
@@ -56,21 +69,26 @@ class _Bucket:
 class Buckets:
     """Buckets, the same on every rank: leaves in reverse order of registration.
 
-    The buckets take turns in `UNDER_WAY` pieces of memory.
+    The buckets take turns in `UNDER_WAY` pieces of memory, or each has its own.
+
+    Attributes:
+        leaves: the leaves.
+        all: the buckets, in the order in which they are summed.
     """
 
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, leaves: Sequence[Tensor], *, turns: bool = True) -> None:
         self.leaves = leaves
         groups = list(_grouped(self.leaves))
+        places = UNDER_WAY if turns else len(groups)
         sizes: dict[tuple[Kind, int], int] = {}
         for turn, group in enumerate(groups):
-            key = _kind(group[0]), turn % UNDER_WAY
+            key = _kind(group[0]), turn % places
             sizes[key] = max(sizes.get(key, 0), sum(leaf.numel() for leaf in group))
         flats = {
             key: torch.empty(size, dtype=key[0][0], device=key[0][1]) for key, size in sizes.items()
         }
-        self._buckets = [
-            _Bucket(group, flats[_kind(group[0]), turn % UNDER_WAY])
+        self.all = [
+            Bucket(group, flats[_kind(group[0]), turn % places])
             for turn, group in enumerate(groups)
         ]
 
@@ -93,9 +111,9 @@ class Buckets:
             wait: waits for a sum.
             retry: runs an operation of ours that can run out of memory.
         """
-        under_way: deque[tuple[_Bucket, dist.Work]] = deque()
+        under_way: deque[tuple[Bucket, dist.Work]] = deque()
 
-        def start(bucket: _Bucket) -> None:
+        def start(bucket: Bucket) -> None:
             bucket.fill(factor)
             # Last: what was begun cannot be begun again.
             work = dist.all_reduce(bucket.flat, group=group, async_op=True)
@@ -108,7 +126,7 @@ class Buckets:
             retry("take the sums of gradients", bucket.take)
 
         with torch.no_grad():
-            for bucket in self._buckets:
+            for bucket in self.all:
                 if len(under_way) == UNDER_WAY:
                     end()
                 retry("sum the gradients over the ranks", lambda bucket=bucket: start(bucket))  # type: ignore[misc]
@@ -119,11 +137,11 @@ class Buckets:
 def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the leaves of each bucket."""
     current: list[Tensor] = []
-    size = 0
+    size, cap = 0, FIRST
     for leaf in reversed(leaves):
-        if current and (size + leaf.nbytes > CAP or _kind(leaf) != _kind(current[0])):
+        if current and (size + leaf.nbytes > cap or _kind(leaf) != _kind(current[0])):
             yield current
-            current, size = [], 0
+            current, size, cap = [], 0, CAP
         current.append(leaf)
         size += leaf.nbytes
     if current:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeVar
@@ -47,6 +47,7 @@ class Place(IntEnum):
     STEP = 4
     ERROR = 5
     SUM = 6
+    WHOLE = 7
 
 
 _WORDS = {
@@ -56,6 +57,7 @@ _WORDS = {
     Place.STEP: "in optimizer_step()",
     Place.ERROR: "where they exchange errors",
     Place.SUM: "while gradients are summed",
+    Place.WHOLE: "where parameters are gathered, for a batch or an evaluation",
 }
 
 
@@ -74,6 +76,7 @@ class Control:
     Attributes:
         rank: the number of this rank.
         size: how many there are.
+        job: the same on all ranks, and another one for each start.
         batch: the number of the training call that runs.
         broken: why no meeting is possible any more, or "".
     """
@@ -106,13 +109,14 @@ class Control:
         self._text = torch.frombuffer(self._words, dtype=torch.uint8)
         texts = torch.frombuffer(self._everyone, dtype=torch.uint8)
         self._texts = list(texts.view(self.size, _TEXT))
+        self.job = self._draw(group, device)
         try:
-            self._store = PrefixStore(self._nonce(group, device), torch_private.store_of(group))
+            # No earlier start has used these keys: the store of torchrun outlives the processes,
+            # and the addresses of those before are in it.
+            self._store = PrefixStore(f"elastic_mbs/{self.job}", torch_private.store_of(group))
             self._group = torch_private.gloo_group(
                 self._store, self.rank, self.size, timeout + _SPARE
             )
-        except PeerError:
-            raise
         except RuntimeError as error:
             first = next(iter(str(error).splitlines()), "")
             raise PeerError(
@@ -120,11 +124,8 @@ class Control:
                 f"rank, with the same options ({first[:160]})"
             ) from None
 
-    def _nonce(self, group: dist.ProcessGroup, device: torch.device) -> str:
-        """Return a prefix of keys that no earlier start of the job has used.
-
-        The store of torchrun outlives the processes. In it are the addresses of those before.
-        """
+    def _draw(self, group: dist.ProcessGroup, device: torch.device) -> str:
+        """Return a random word that rank 0 has drawn."""
         drawn = torch.tensor([int.from_bytes(os.urandom(6), "big")], device=device)
         work = dist.broadcast(drawn, group_src=0, group=group, async_op=True)
         assert work is not None
@@ -136,7 +137,7 @@ class Control:
                     "it on every rank, with the same options"
                 )
         work.wait()
-        return f"elastic_mbs/{int(drawn)}"
+        return f"{int(drawn):012x}"
 
     # ------------------------------------------------------------------ meetings
 
@@ -291,6 +292,13 @@ class Control:
         with suppress(RuntimeError):  # the store ends with its host
             self._store.set(f"left/{self.rank}", f"{self._waits} {why}")
             self._store.add("left", 1)
+
+    @property
+    def about(self) -> Mapping[str, object]:
+        """The words of a run log about this rank; none where there is no other."""
+        if self.size == 1:
+            return {}
+        return {"job": self.job, "rank": self.rank, "ranks": self.size}
 
     @property
     def left(self) -> bool:

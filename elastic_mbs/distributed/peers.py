@@ -1,7 +1,9 @@
-"""The choice of peers for a model: those of its DDP wrapper, or none."""
+"""The choice of peers for a model: those of its DDP wrapper or of its shards, or none."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch.distributed as dist
@@ -13,19 +15,33 @@ from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.memory import oom
 from elastic_mbs.options import Settings
 
+_RUN_BEFORE = "run it over the whole batch before the call, and put what it returns into the batch"
+
+Hooks = tuple[AbstractContextManager[object], ...]
+
 
 def peers_of(model: TrainedModel, settings: Settings) -> Peers:
-    """Return the other ranks of a model. With a DDP wrapper every rank has to call it.
+    """Return the other ranks of a model. Of a model with any every rank has to call it.
 
     Raises:
-        UnsupportedError: a wrapper with something that would not be trained right.
+        UnsupportedError: a wrapper, or a sharded model, with something that would not be trained
+            right.
         PeerError: another rank did not come.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Alone()
-    wrappers = wrappers_in(model.roots)
-    if not wrappers:
-        return Alone(NotWrapped(model.roots))
     devices, is_oom = model.devices(), settings.recovery.is_oom
     retry = partial(oom.retry, devices=devices, is_oom=is_oom)
-    return Replicas(wrappers, model, settings, retry)
+    hooks: Hooks = ()
+    if "torch.distributed.fsdp" in sys.modules:  # its import takes half a second
+        from elastic_mbs.distributed.shards import Shards
+        from elastic_mbs.distributed.units import OnlyGiven, units_in
+
+        units = units_in(model.roots)
+        if units:
+            return Shards(units, model, settings, retry)
+        hooks = (OnlyGiven(model, _RUN_BEFORE),)
+    wrappers = wrappers_in(model.roots)
+    if not wrappers:
+        return Alone(NotWrapped(model.roots), *hooks)
+    return Replicas(wrappers, model, settings, retry, hooks)

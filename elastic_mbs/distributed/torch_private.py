@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+if TYPE_CHECKING:  # it takes half a second, and only sharded models need it
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
 def comm_hook(ddp: DDP) -> str:
@@ -126,3 +129,70 @@ def sharded(module: nn.Module) -> str | None:
         if hasattr(parameter, "device_mesh"):  # a DTensor
             return name
     return None
+
+
+# ---------------------------------------------------------------------- fully_shard
+
+
+def precision_of(unit: FSDPModule) -> MixedPrecisionPolicy:
+    """Return the types that `fully_shard` was given for a unit."""
+    policy: MixedPrecisionPolicy = _state_of(unit)._mp_policy
+    return policy
+
+
+def _state_of(unit: FSDPModule) -> Any:
+    return unit._get_fsdp_state()
+
+
+def sums_of_its_own(unit: FSDPModule) -> str:
+    """Return the setting by which a unit sums its gradients in another way, or ""."""
+    state = _state_of(unit)
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    settings = {
+        "_all_reduce_hook": "set_all_reduce_hook",
+        "gradient_divide_factor": "set_gradient_divide_factor",
+    }
+    for group in groups:
+        for name, method in settings.items():
+            if getattr(group, name, None) is not None:
+                return method
+    return ""
+
+
+def is_of_fsdp(hook: object) -> bool:
+    """Return whether a forward hook of a module is one of `fully_shard`."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+def forward_methods(unit: FSDPModule) -> list[str]:
+    """Return the methods that `register_fsdp_forward_method` has wrapped."""
+    return [
+        name
+        for name, value in vars(unit).items()
+        if "register_fsdp_forward_method" in _code_name(value)
+    ]
+
+
+def _code_name(value: object) -> str:
+    code = getattr(getattr(value, "__func__", None), "__code__", None)
+    return str(getattr(code, "co_qualname", ""))
+
+
+def gathers_by_itself(local: torch.Tensor) -> bool:
+    """Return whether a shard has an extension that decides what is gathered (float8)."""
+    return hasattr(local, "fsdp_pre_all_gather")
+
+
+def begin_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    """Begin to put the parts of all ranks of a group, one after the other, in `whole`."""
+    # renamed in torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: Work = gather(whole, part, group=group, async_op=True)
+    return work
+
+
+def begin_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    """Begin to put this rank's part of the sum of all `whole` in `part`."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: Work = scatter(part, whole, group=group, async_op=True)
+    return work

@@ -48,7 +48,12 @@ def _reasons(ddp: DDP) -> Iterator[str]:
     name = torch_private.sharded(ddp.module)
     if name is not None:
         yield f"the parameter {name!r} is a DTensor: tensor parallelism is not supported"
-    for path, module in ddp.module.named_modules():
+    yield from refused_modules(ddp.module)
+
+
+def refused_modules(root: nn.Module) -> Iterator[str]:
+    """Yield why modules cannot run alone on each rank, or their gradients not be summed."""
+    for path, module in root.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             yield (
                 f"{path or 'the model'} is a SyncBatchNorm, which exchanges statistics in every "

@@ -156,12 +156,15 @@ class Calls:
             view, counts = self._read(batch, name, (args, kwargs))
             work = Batch(view, peers.share(counts), name, identity, sources=sources)
             call = self._begin(work)
-        with call:
-            call.run(loss_fn, args, kwargs)
-        result = self._finish(call)
-        if not call.parts.profile.compared and len(result.partition) > 1:
-            self._check_split(call.parts, partial(_on_piece, loss_fn, args, kwargs))
-        return result
+        try:
+            with call:
+                call.run(loss_fn, args, kwargs)
+            result = self._finish(call)
+            if not call.parts.profile.compared and len(result.partition) > 1:
+                self._check_split(call.parts, partial(_on_piece, loss_fn, args, kwargs))
+            return result
+        finally:
+            peers.end()
 
     def _check_split(self, parts: CallParts, loss_fn: Callable[[Any], Any]) -> None:
         """Compare whole and pieces; empty the gradients of a call whose loss is refused."""
@@ -183,7 +186,8 @@ class Calls:
         if not self._resources.peers.alone:
             raise UnsupportedError(
                 "backward_embeddings compares the samples of one rank, and those of the other "
-                "ranks are not gathered: not supported with DistributedDataParallel"
+                "ranks are not gathered: not supported with DistributedDataParallel and "
+                "fully_shard"
             )
         name, identity = names_of(embed_fn)
         view, _ = self._read(batch, name, counted=False)
@@ -211,17 +215,20 @@ class Calls:
             counts = peers.share(counts)
             work = Batch(view, counts, name, name, own_graph=own_graph, sources=caller)
             call = self._begin(work)
-        return loop(call, self._finish)
+        return loop(call, self._finish_loop)
 
     def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace, pad: Pad) -> Any:
         """Run `fn` on every piece and join its outputs. See `ElasticMBS.evaluate`."""
         name, identity = names_of(fn)
-        view, counts = self._read(batch, name, counted=False)
-        work = Batch(view, counts, name, identity, training=False, sources=partial(_all, fn))
-        call = self._begin(work, outputs, pad)
-        with call, torch.no_grad():
-            call.run(fn)
-        return self._finish(call).outputs
+        self.check_complete()
+        check_outer(self._resources, training=False)
+        with self._resources.peers.beside():
+            view, counts = self._read(batch, name, counted=False)
+            work = Batch(view, counts, name, identity, training=False, sources=partial(_all, fn))
+            call = self._begin(work, outputs, pad)
+            with call, torch.no_grad():
+                call.run(fn)
+            return self._finish(call).outputs
 
     def optimizer_step(self, optimizer: Optimizer, closure: object = None) -> None:
         """Step the optimizer, or leave it as it was. See `ElasticMBS.optimizer_step`."""
@@ -274,6 +281,7 @@ class Calls:
                 raise
             finally:
                 gradients.close()
+                peers.end()
         self.last_result = result
         return result
 
@@ -332,6 +340,13 @@ class Calls:
                 )
             raise
         return result
+
+    def _finish_loop(self, call: Call) -> StepResult:
+        """Finish a call of the loop written out."""
+        try:
+            return self._finish(call)
+        finally:
+            self._resources.peers.end()
 
     def _check_size(self, result: StepResult, name: str) -> None:
         """Warn once where the outputs of the function called `name` take much memory."""

@@ -229,7 +229,7 @@ class Call:
         parts = self.parts
         gradients = parts.gradients
         gradients.check_before(first=parts.progress.untouched)
-        parts.peers.before_backward(gradients)
+        parts.peers.before_backward(gradients, last=not parts.progress.schedule)
         weight = attempt.weigh(value, parts.batch.counts, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.
@@ -458,7 +458,8 @@ class Call:
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step of an optimizer over the leaves of this batch while it is incomplete."""
         ledger, groups = self.resources.ledger, optimizer.param_groups
-        if not any(leaf in ledger for group in groups for leaf in group["params"]):
+        leaf_of = self.resources.model.leaf_of
+        if not any(leaf_of(leaf) in ledger for group in groups for leaf in group["params"]):
             return  # an optimizer of the step's own, over tensors that it makes itself
         if self.inside:
             raise StepInsideError(

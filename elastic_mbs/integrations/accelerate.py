@@ -22,7 +22,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from elastic_mbs.errors import UnsupportedError, UsageError
-from elastic_mbs.integrations.adapter import NO_FP8, ONE_PROCESS, AdaptedMBS, Adapter
+from elastic_mbs.integrations.adapter import (
+    NO_FP8,
+    NOT_THIS_ONE,
+    AdaptedMBS,
+    Adapter,
+    as_prepared,
+)
 from elastic_mbs.integrations.frameworks import ACCELERATE
 from elastic_mbs.options import Options
 from elastic_mbs.runtime import ElasticMBS
@@ -40,7 +46,8 @@ def elastic(
     the prepared model.
 
     Args:
-        accelerator: of one process; its `gradient_accumulation_steps` is 1.
+        accelerator: of one process, or of several with DistributedDataParallel; its
+            `gradient_accumulation_steps` is 1.
         model: the model that `accelerator.prepare` returned, or a sequence of such models.
         **options: those of `ElasticMBS`, but for `scaler` and `GradientOptions(backward=)`, which
             are accelerate's.
@@ -48,8 +55,8 @@ def elastic(
     Raises:
         UsageError: an argument makes no sense, or gradients are accumulated by accelerate, too
             (also later, by a call).
-        UnsupportedError: more than one process, DeepSpeed, FSDP, Megatron, XLA, FP8, or a version
-            of accelerate that is too old.
+        UnsupportedError: DeepSpeed, FSDP, Megatron, XLA, FP8, or a version of accelerate that is
+            too old.
     """
     ACCELERATE.check()
     if not isinstance(accelerator, Accelerator):
@@ -57,19 +64,22 @@ def elastic(
             f"accelerator={str(accelerator)[:80]!r} is no accelerate.Accelerator: "
             "elastic(accelerator, model)"
         )
-    if accelerator.distributed_type != DistributedType.NO:
+    kind = accelerator.distributed_type
+    replicated = kind in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if not replicated and kind != DistributedType.NO:
         raise UnsupportedError(
-            f"accelerator.distributed_type is {accelerator.distributed_type.value} "
-            f"({accelerator.num_processes} processes): {ONE_PROCESS}"
+            f"accelerator.distributed_type is {kind.value} "
+            f"({accelerator.num_processes} processes): {NOT_THIS_ONE}"
         )
     if accelerator.mixed_precision == "fp8":
         raise UnsupportedError(f"mixed_precision='fp8': {NO_FP8}")
     adapter = Adapter(
         "accelerate",
-        partial(accelerator.unwrap_model, keep_torch_compile=False),
+        as_prepared if replicated else partial(accelerator.unwrap_model, keep_torch_compile=False),
         partial(_check_steps, accelerator),
         scaler=accelerator.scaler,
         steps_scaled=accelerator.scaler is not None,
+        replicated=replicated,
     )
     return AdaptedMBS(model, adapter, options)
 

@@ -17,12 +17,18 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.fabric.wrappers import is_wrapped
 from torch import nn
 
 from elastic_mbs.errors import UnsupportedError, UsageError
-from elastic_mbs.integrations.adapter import NO_FP8, ONE_PROCESS, AdaptedMBS, Adapter
+from elastic_mbs.integrations.adapter import (
+    NO_FP8,
+    NOT_THIS_ONE,
+    AdaptedMBS,
+    Adapter,
+    as_prepared,
+)
 from elastic_mbs.integrations.frameworks import LIGHTNING
 from elastic_mbs.options import Options
 from elastic_mbs.runtime import ElasticMBS
@@ -40,15 +46,14 @@ def elastic(
     `loss_fn` calls the model of `fabric.setup`.
 
     Args:
-        fabric: of one process and one device.
+        fabric: of one process and one device, or of several with the strategy "ddp".
         model: the model that `fabric.setup` returned, or a sequence of such models.
         **options: those of `ElasticMBS`, but for `scaler` and `GradientOptions(backward=)`, which
             are Fabric's.
 
     Raises:
         UsageError: an argument makes no sense.
-        UnsupportedError: more than one process, DeepSpeed, FSDP, XLA, FP8, or a version of
-            lightning that is too old.
+        UnsupportedError: DeepSpeed, FSDP, XLA, FP8, or a version of lightning that is too old.
     """
     LIGHTNING.check()
     if not isinstance(fabric, Fabric):
@@ -56,17 +61,23 @@ def elastic(
             f"fabric={str(fabric)[:80]!r} is no lightning.fabric.Fabric: elastic(fabric, model)"
         )
     strategy = fabric.strategy
-    if type(strategy) is not SingleDeviceStrategy:
+    replicated = type(strategy) is DDPStrategy
+    if not replicated and type(strategy) is not SingleDeviceStrategy:
         raise UnsupportedError(
             f"the strategy is {type(strategy).__name__} ({fabric.world_size} processes): "
-            f"{ONE_PROCESS}"
+            f"{NOT_THIS_ONE}"
         )
     if "transformer-engine" in strategy.precision.precision:
         raise UnsupportedError(f"precision={strategy.precision.precision!r}: {NO_FP8}")
     scaled = getattr(strategy.precision, "scaler", None) is not None
-    return AdaptedMBS(
-        model, Adapter("Fabric", _unwrap, backward=fabric.backward, steps_scaled=scaled), options
+    adapter = Adapter(
+        "Fabric",
+        as_prepared if replicated else _unwrap,
+        backward=fabric.backward,
+        steps_scaled=scaled,
+        replicated=replicated,
     )
+    return AdaptedMBS(model, adapter, options)
 
 
 def _unwrap(module: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 
 from elastic_mbs.batch.join import Apart
+from elastic_mbs.distributed.wrappers import wrappers_in
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.lightning_names import LightningNames
 from elastic_mbs.integrations.lightning_private import EVALUATIONS, Steps
@@ -63,12 +64,21 @@ class LightningHooks:
         self._count = count
         self._state: dict[str, Any] = {}  # from a checkpoint, until there is a runtime
         self._module: Any = None
+        self._strategy: Any = None
+        self._root: Any = None  # for which the runtime was made
         self._runtime: ElasticMBS | None = None
         self._steps: Steps | None = None
 
     @property
     def runtime(self) -> ElasticMBS:
-        """The runtime, once the Trainer has begun, for its `stats`, `last_result` and doors."""
+        """The runtime, once the Trainer has begun, for its `stats`, `last_result` and doors.
+
+        The model in DistributedDataParallel, which a fit on several ranks makes, gets another one.
+        """
+        model = self._replicated()
+        if self._runtime is not None and model is not None and model is not self._root:
+            self._state = self._runtime.state_dict()
+            self._runtime = None
         if self._runtime is None:
             if self._module is None:
                 raise UsageError(
@@ -78,10 +88,16 @@ class LightningHooks:
             options: dict[str, Any] = {**self._options, **self._backward(self._module)}
             # a step's outputs are often read by nobody
             options["pad"] = Apart.APART if options.get("pad") is None else options["pad"]
-            self._runtime = ElasticMBS(self._module, **options)
+            self._root = self._module if model is None else model
+            self._runtime = ElasticMBS(self._root, **options)
             if self._state:
                 self._runtime.load_state_dict(self._state)
         return self._runtime
+
+    def _replicated(self) -> Any:
+        """Return the model in DistributedDataParallel, or None where there is none."""
+        model = getattr(self._strategy, "model", None)
+        return model if model is not None and wrappers_in([model]) else None
 
     def _backward(self, module: Any) -> Options:
         """Return the options of backward: the engine's, or the user's own where there is one."""
@@ -102,6 +118,7 @@ class LightningHooks:
         self._leave()
         if self._module is not pl_module:
             self._module, self._runtime = pl_module, None
+        self._strategy = trainer.strategy
         self._steps = Steps(self.names, trainer, lambda: self.runtime, self._count)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -129,15 +146,27 @@ class LightningHooks:
             self._runtime.close()
 
 
+def _check_strategy(names: LightningNames, trainer: Any, module: Any) -> None:
+    strategy = trainer.strategy
+    replicated = type(strategy) is names.ddp_strategy
+    alone = isinstance(strategy, names.single_device_strategy) and trainer.world_size == 1
+    if not (replicated or alone):
+        raise UnsupportedError(
+            f"{type(strategy).__name__} over {trainer.world_size} processes: a replay on one of "
+            "them would leave the others waiting. Use Trainer(strategy='ddp'), or one device: "
+            "Trainer(devices=1, strategy='auto')"
+        )
+    if replicated and not module.automatic_optimization:
+        raise UnsupportedError(
+            "manual optimization under DDPStrategy: manual_backward would sum the gradients of "
+            "every piece over the ranks. Use automatic optimization, or Fabric, whose loop is yours"
+        )
+
+
 def _check(names: LightningNames, trainer: Any, module: Any) -> None:
     if not isinstance(trainer, names.trainer):
         raise UsageError(names.advice_for(trainer))
-    if not isinstance(trainer.strategy, names.single_device_strategy) or trainer.world_size > 1:
-        raise UnsupportedError(
-            f"{type(trainer.strategy).__name__} over {trainer.world_size} processes: a replay on "
-            "one of them would leave the others waiting. Use one device, Trainer(devices=1, "
-            "strategy='auto'); distributed training is not supported yet"
-        )
+    _check_strategy(names, trainer, module)
     plugin = type(trainer.precision_plugin)
     if (plugin.backward, plugin.post_backward) != (
         names.precision.backward,

@@ -26,6 +26,7 @@ class LightningNames:
     framework: Framework
     trainer: type[Any]
     single_device_strategy: type[Any]
+    ddp_strategy: type[Any]
     batch_size_finder: type[Any]
     precision: type[Any]
     mixed_precision: type[Any]
@@ -45,6 +46,7 @@ class LightningNames:
             framework,
             trainer=found("", "Trainer"),
             single_device_strategy=found(".strategies", "SingleDeviceStrategy"),
+            ddp_strategy=found(".strategies", "DDPStrategy"),
             batch_size_finder=found(".callbacks", "BatchSizeFinder"),
             precision=found(".plugins", "Precision"),
             mixed_precision=found(".plugins", "MixedPrecision"),

@@ -11,29 +11,35 @@ from __future__ import annotations
 import functools
 import json
 import types
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import Trainer
-from transformers.trainer_pt_utils import find_batch_size, nested_concat
+from transformers.trainer_pt_utils import find_batch_size
 
-from elastic_mbs.batch.join import PerPiece
+from elastic_mbs.distributed.wrappers import wrappers_in
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
-from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
-from elastic_mbs.integrations.trainer_rows import Rows
+from elastic_mbs.integrations.trainer.checks import check_class, check_trainer
+from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
+from elastic_mbs.integrations.trainer.predictions import joined, mean_loss
+from elastic_mbs.integrations.trainer.ranks import (
+    counting_alone,
+    share_of_counts,
+    share_of_items,
+)
+from elastic_mbs.integrations.trainer.rows import Rows
 from elastic_mbs.integrations.trl import rollouts
 from elastic_mbs.integrations.trl.kinds import rows_of
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
 from elastic_mbs.integrations.trl.rollouts import Completions
 from elastic_mbs.memory import oom
-from elastic_mbs.options import Options, check_names
 from elastic_mbs.rehearsal.verify import VerifyReport
 from elastic_mbs.runtime import ElasticMBS
 
@@ -43,19 +49,10 @@ else:
     _Base = object
 
 STATE_NAME = "elastic_mbs.json"  # in a checkpoint's folder
-_OWN = {"optimizer_step": False, "verify": True}
-_TAKEN = ("outputs", "reduction", "scaler")  # options of the runtime that follow from the trainer
 # relative difference of two losses that is rounding: in half precision or TF32, and otherwise
 _ROUGH, _FINE = 2e-2, 1e-4
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
-
-
-class TrainerOptions(Options, total=False):
-    """The options of `elastic=`: those of `ElasticMBS`, and two of the trainer's own."""
-
-    optimizer_step: bool
-    verify: bool
 
 
 class ElasticTrainerMixin(_Base):
@@ -75,7 +72,7 @@ class ElasticTrainerMixin(_Base):
 
     Raises:
         UsageError: an option makes no sense, or the loss of a batch is not made up of its pieces'.
-        UnsupportedError: its batches cannot be cut and replayed: several processes, DataParallel,
+        UnsupportedError: its batches cannot be cut and replayed: FSDP, DeepSpeed, DataParallel,
             padding-free batches, and the like.
     """
 
@@ -86,9 +83,10 @@ class ElasticTrainerMixin(_Base):
         check_class(cls, ElasticTrainerMixin)
 
     def __init__(self, *args: Any, elastic: TrainerOptions | None = None, **kwargs: Any) -> None:
-        self._elastic_options = _checked({} if elastic is None else elastic)
+        self._elastic_options = checked({} if elastic is None else elastic)
         self._elastic_of: tuple[object, ElasticMBS] | None = None  # a model and its runtime
         self._elastic_verified = set[bool]()
+        self._elastic_open: ExitStack | None = None  # of runtimes, while training runs
         super().__init__(*args, **kwargs)
         self._elastic_checked()
 
@@ -96,20 +94,29 @@ class ElasticTrainerMixin(_Base):
     def elastic(self) -> ElasticMBS:
         """The runtime, for its `stats`, `last_result`, `plan` and the like.
 
-        Another model (`model_init`) gets another one.
+        Another model (`model_init`) gets another one, and so does the model in
+        DistributedDataParallel, where training begins on all ranks.
         """
-        if self._elastic_of is None or self._elastic_of[0] is not self.model:
+        model: Any = self.model_wrapped if wrappers_in([self.model_wrapped]) else self.model
+        if self._elastic_of is None or self._elastic_of[0] is not model:
             options = {
-                name: value for name, value in self._elastic_options.items() if name not in _OWN
+                name: value for name, value in self._elastic_options.items() if name not in OWN
             } | {"count": self._elastic_count}
             length = self._elastic_rows.length
             if options.get("pieces") == "by_length" and length is not None:
                 options.setdefault("length", length)
-            self._elastic_of = (
-                self.model,
-                ElasticMBS(self.model, **options, scaler=self.accelerator.scaler, outputs=None),
-            )
+            # Pieces are weighed here as the trainer and DDP would weigh them.
+            options |= {"reduction": "sum"} if self._elastic_replicated else {}
+            runtime = ElasticMBS(model, **options, scaler=self.accelerator.scaler, outputs=None)
+            self._elastic_of = model, runtime
+            if self._elastic_open is not None:
+                self._elastic_open.enter_context(runtime)
         return self._elastic_of[1]
+
+    @property
+    def _elastic_replicated(self) -> bool:
+        """True in a job of several ranks."""
+        return bool(self.args.world_size > 1)
 
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
@@ -139,12 +146,13 @@ class ElasticTrainerMixin(_Base):
         self._elastic_verify(samples)
         rows.prepare(samples, mbs, model)
         metrics, notes = BatchMetrics(self), list[Note]()
+        own = self._elastic_count(samples).sum()
         try:
             for micro in mbs.micro_batches(samples, name="training_step", own_graph=False):
                 with micro:
                     metrics.restore()
                     with rows.losses_of(micro.data, samples):
-                        self._elastic_piece(model, micro, num_items_in_batch)
+                        self._elastic_piece(model, micro, num_items_in_batch, own)
                     if metrics.kept:
                         note = metrics.note(self._elastic_weights(micro.data))
                         micro.on_commit(functools.partial(notes.append, note))
@@ -167,13 +175,20 @@ class ElasticTrainerMixin(_Base):
         run = rollouts.train if torch.is_grad_enabled() else rollouts.evaluate
         return run(self, self.elastic, rows, functools.partial(plain, model), inputs)
 
-    def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any) -> None:
+    def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any, own: Tensor) -> None:
         """Run the trainer's step on one piece.
 
         In it `accelerator.backward` is the piece's, and the division for accumulation is ours.
+
+        Args:
+            model: as the trainer has prepared it.
+            micro: the piece.
+            num_items: in the batches of a step, over all ranks.
+            own: the counts of this rank's batch.
         """
         total, steps = micro.total, getattr(self, "current_gradient_accumulation_steps", 1)
         inputs = self._elastic_rows.rows(micro.data)
+        everywhere = self.args.average_tokens_across_devices
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
             if kwargs:
@@ -181,21 +196,38 @@ class ElasticTrainerMixin(_Base):
                     f"accelerator.backward(loss, {', '.join(kwargs)}=…) is not supported (LOMO's "
                     "is one): the engine runs backward"
                 )
-            if steps > 1 and (num_items is None or "count" in self._elastic_options):
+            if self._elastic_replicated:
+                share = self._elastic_share(micro.data, items, num_items, own, everywhere)
+                # A mean over nothing is NaN, and adds nothing.
+                loss = loss * share if share else torch.zeros_like(loss, requires_grad=True)
+            elif steps > 1 and (num_items is None or "count" in self._elastic_options):
                 loss = loss / steps
             elif steps > 1:
                 # in this order: their quotient alone would be rounded to float32
                 loss = loss * total / num_items
             micro.backward(loss)
 
-        items = (
-            None if num_items is None else self._get_num_items_in_batch([inputs], self.args.device)
-        )
-        self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
-        try:
-            super().training_step(model, inputs, items)
-        finally:
-            del self.accelerator.backward
+        with counting_alone(self.args):
+            items = (
+                None
+                if num_items is None
+                else self._get_num_items_in_batch([inputs], self.args.device)
+            )
+            self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
+            try:
+                super().training_step(model, inputs, items)
+            finally:
+                del self.accelerator.backward
+
+    def _elastic_share(
+        self, piece: Any, items: Any, num_items: Any, own: Tensor, everywhere: bool
+    ) -> float:
+        """Return the weight of a piece's loss in the step's, as the trainer and DDP weigh it."""
+        ranks = self.args.world_size
+        if num_items is not None and "count" not in self._elastic_options:
+            return share_of_items(items, num_items, ranks, everywhere=everywhere)
+        steps = getattr(self, "current_gradient_accumulation_steps", 1)
+        return share_of_counts(self._elastic_count(piece).sum(), own, steps, ranks)
 
     def _elastic_count(self, samples: Any) -> Tensor:
         """Return the number of loss terms of each sample."""
@@ -266,11 +298,14 @@ class ElasticTrainerMixin(_Base):
     def _elastic_loss(self, piece: Any) -> Tensor:
         """Return the loss of a piece."""
         inputs = self._elastic_rows.rows(piece)
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad(), self.compute_loss_context_manager(), counting_alone(self.args):
             items = self._get_num_items_in_batch([inputs], self.args.device)
             loss: Tensor = self.compute_loss(
                 self.model, self._prepare_inputs(inputs), num_items_in_batch=items
             )
+            if self._elastic_replicated:  # sums of pieces are compared
+                count = self._elastic_count(piece).sum()
+                loss = loss * count.to(loss.device) if count else torch.zeros_like(loss)
         return loss.detach().requires_grad_()  # a graph would take memory
 
     def _elastic_same(self, report: VerifyReport) -> bool:
@@ -323,9 +358,9 @@ class ElasticTrainerMixin(_Base):
         return oom.retry(
             what,
             lambda: (
-                _mean(losses, counts),
-                rows.joined(_joined(logits)),
-                rows.joined(_joined(labels)),
+                mean_loss(losses, counts),
+                rows.joined(joined(logits)),
+                rows.joined(joined(labels)),
             ),
             (device,),
         )
@@ -378,14 +413,15 @@ class ElasticTrainerMixin(_Base):
         `train` makes the model anew where there is a `model_init`, so the block begins here.
         """
         self._elastic_verified = set()
-        with self._elastic_checked():
+        with ExitStack() as self._elastic_open:
+            self._elastic_open.enter_context(self._elastic_checked())
             return super()._inner_training_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's optimizer, with its step guarded where that is asked for."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._elastic_options["optimizer_step"]:
-            _guard(getattr(optimizer, "optimizer", optimizer), lambda: self.elastic)
+            guard(getattr(optimizer, "optimizer", optimizer), lambda: self.elastic)
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -402,11 +438,19 @@ class ElasticTrainerMixin(_Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the trainer's files, and beside them the sizes that were learned."""
         super()._save_optimizer_and_scheduler(output_dir)
-        Path(output_dir, STATE_NAME).write_text(json.dumps(self.elastic.state_dict()))
+        path = self._elastic_state(output_dir)
+        path.parent.mkdir(parents=True, exist_ok=True)  # another rank can be the first
+        path.write_text(json.dumps(self.elastic.state_dict()))
+
+    def _elastic_state(self, checkpoint: str) -> Path:
+        """Return the file of the sizes that this rank has learned."""
+        rank = f".rank{self.args.process_index}" if self._elastic_replicated else ""
+        whole = Path(checkpoint, STATE_NAME)
+        return whole.with_name(f"{whole.stem}{rank}{whole.suffix}")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (path := Path(checkpoint, STATE_NAME)).exists():
+        if checkpoint is not None and (path := self._elastic_state(checkpoint)).exists():
             try:
                 self.elastic.load_state_dict(json.loads(path.read_text()))
             except (UsageError, json.JSONDecodeError) as error:
@@ -437,58 +481,3 @@ def elastic_trainer(trainer_class: TrainerClass) -> TrainerClass:
     if issubclass(trainer_class, ElasticTrainerMixin):
         return trainer_class
     return types.new_class(f"Elastic{trainer_class.__name__}", (ElasticTrainerMixin, trainer_class))  # type: ignore[return-value]  # a class made here
-
-
-def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with the trainer's own filled in; the runtime checks the others."""
-    check_names("elastic=", options, own=_OWN, taken=_TAKEN)
-    for name in _OWN:
-        if not isinstance(options.get(name, True), bool):
-            raise UsageError(f"elastic={{{name!r}: {options[name]!r}}} is neither True nor False")
-    if not (options.get("count") is None or callable(options["count"])):
-        raise UsageError(
-            f"elastic={{'count': {options['count']!r}}}: give a function of the batch that "
-            "returns one count per sample, or None"
-        )
-    return {**_OWN, **options}
-
-
-def _guard(optimizer: torch.optim.Optimizer, runtime: Callable[[], ElasticMBS]) -> None:
-    """Send `optimizer.step()` through the runtime's guarded step, once."""
-    if hasattr(plain := optimizer.step, "guarded"):
-        return
-
-    @functools.wraps(plain)
-    def step(self: torch.optim.Optimizer, closure: Any = None) -> None:
-        ours = vars(self)["step"]
-        vars(self)["step"] = plain
-        try:
-            runtime().optimizer_step(self, closure)
-        finally:
-            vars(self)["step"] = ours
-
-    vars(step)["guarded"] = True
-    vars(optimizer)["step"] = types.MethodType(step, optimizer)
-
-
-def _mean(losses: list[Tensor] | None, counts: list[Tensor]) -> Tensor | None:
-    """Return the batch's mean loss; a piece without counts adds nothing."""
-    if losses is None or len(losses) == 1:
-        return None if losses is None else losses[0]
-    each = torch.stack(counts).tolist()
-    parts = [loss * (count / sum(each)) for loss, count in zip(losses, each, strict=True) if count]
-    return sum(parts[1:], parts[0]) if parts else losses[0]
-
-
-def _joined(outputs: Any) -> Any:
-    """Join outputs that pieces have padded, or that are no rows, as the trainer joins batches."""
-    if isinstance(outputs, PerPiece):
-        return functools.reduce(functools.partial(nested_concat, padding_index=-100), outputs)
-    if isinstance(outputs, tuple | list):
-        return type(outputs)(map(_joined, outputs))
-    kind: Any = type(outputs)
-    return (
-        kind(**{name: _joined(value) for name, value in outputs.items()})
-        if isinstance(outputs, Mapping)
-        else outputs
-    )

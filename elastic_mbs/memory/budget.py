@@ -281,7 +281,9 @@ def _tensors_of(item: Any) -> Iterable[Tensor]:
     """
     if isinstance(item, Tensor):
         if is_traceable_wrapper_subclass(item):
-            yield from _tensors_of([getattr(item, name) for name in item.__tensor_flatten__()[0]])
+            parts = [getattr(item, name) for name in item.__tensor_flatten__()[0]]
+            # a DTensor has its mesh among them
+            yield from _tensors_of([part for part in parts if isinstance(part, Tensor)])
         elif type(item).__torch_dispatch__ is Tensor.__torch_dispatch__:
             yield item
         if item.is_leaf and item.grad is not None:

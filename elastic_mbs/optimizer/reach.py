@@ -115,7 +115,9 @@ class Reach:
             self.tensors.append(tensor)
         elif is_traceable_wrapper_subclass(tensor):
             names = tensor.__tensor_flatten__()[0]
-            self._left += [(getattr(tensor, name), name, found) for name in names]
+            parts = [(getattr(tensor, name), name, found) for name in names]
+            # a DTensor has its mesh among them, which no step changes
+            self._left += [part for part in parts if isinstance(part[0], Tensor)]
         else:
             self._refuse(found)
         if self._deep:

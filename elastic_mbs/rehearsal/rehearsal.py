@@ -81,10 +81,12 @@ class Rehearsal:
             raise NestedCallError(
                 f"{door}() was called inside a step function; call it beside the training loop"
             )
-        self._resources.follow_model()
-        found = self._resources.retry("look at the batch", read)
-        self.total = found[1].total
-        try:
-            yield found
-        finally:
-            self.total = None
+        with self._resources.peers.beside():
+            self._resources.refresh_model()
+            self._resources.follow_model()
+            found = self._resources.retry("look at the batch", read)
+            self.total = found[1].total
+            try:
+                yield found
+            finally:
+                self.total = None

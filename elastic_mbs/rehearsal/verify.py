@@ -103,6 +103,18 @@ def verify(
             "verify compares a whole with its parts, so it needs at least 2 samples, not "
             f"{few.length}"
         )
+    with quiet(resources.peers):  # around all: what is put back is what is there inside
+        return _compare(resources, few, counts, loss_fn, tries=tries)
+
+
+def _compare(
+    resources: Resources,
+    few: BatchView,
+    counts: Counts,
+    loss_fn: Callable[[Any], Any],
+    *,
+    tries: bool,
+) -> VerifyReport:
     snapshot = Snapshot(resources, VerifyReport)
     # Set aside, whatever loss_fn does: nothing here adds to them. It may have frozen some, too.
     gradients = [(each, each.grad, each.requires_grad) for each in _parameters(resources)]
@@ -117,8 +129,7 @@ def verify(
                 leaf.requires_grad_(trainable)
 
     def run() -> VerifyReport:
-        with quiet(resources.peers):
-            return _report(Comparison(resources, few, counts, loss_fn, snapshot, kept))
+        return _report(Comparison(resources, few, counts, loss_fn, snapshot, kept))
 
     with ExitStack() as backup, ExitStack() as undo:
         backup.callback(snapshot.close)

@@ -296,6 +296,15 @@ def read_log(path: Path) -> list[Run]:
         raise unreadable(path, error) from error
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a log: itself where it is there, and those of the ranks of a job."""
+    name = re.compile(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}")
+    folder = path.parent.iterdir() if path.parent.is_dir() else ()
+    ranks = {int(match[1]): each for each in folder if (match := name.fullmatch(each.name))}
+    own = [path] if path.exists() else []
+    return [*own, *(ranks[rank] for rank in sorted(ranks))] or [path]
+
+
 def unreadable(path: Path, error: OSError | UsageError) -> UsageError:
     """Return the error, in one line, of a file that cannot be read."""
     return UsageError(f"{path}: {getattr(error, 'strerror', None) or error}")

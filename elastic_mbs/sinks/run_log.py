@@ -17,6 +17,9 @@ each run, when its first call begins:
     device      "cpu", or "cuda:0 (NVIDIA H200)"
     settings    the arguments of `ElasticMBS` that are numbers and strings
     policy      the fields of `Policy`
+    job         in a job of several ranks, each of which writes a file of its own: the same word on
+                all of them
+    rank, ranks the number of this rank, and how many there are
 
 The header is written again whenever the file is opened again; the first one of a run counts. Then
 comes one line per event:
@@ -122,6 +125,12 @@ class RunLog(GuardedSink):
         except OSError:
             self._end()
             raise
+
+
+def path_of_rank(path: str | os.PathLike[str], rank: object) -> Path:
+    """Return the file of one rank: run.rank1.jsonl for run.jsonl."""
+    whole = checked_path(path)
+    return whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:

@@ -24,6 +24,7 @@ from elastic_mbs.cli.doctor.facts import (
 )
 from elastic_mbs.cli.doctor.rules import CONDITIONS, Level, conflict, judge, settings, table
 from elastic_mbs.memory import CgroupMemory, Holder
+from tests.helpers import doctor_jobs
 
 GIB = 1024**3
 UUID = "4a6e1d3c-0000-1111-2222-333344445555"
@@ -337,6 +338,7 @@ MACHINES: dict[str, tuple[Facts, list[str]]] = {
         UNREADABLE,
         ["warning host: OSError: x", "warning host: OSError: y", "note limits: OSError: z"],
     ),
+    **doctor_jobs.machines(BARE),
 }
 
 

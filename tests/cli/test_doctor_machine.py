@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import socket
 import sys
 import types
 import warnings
@@ -14,7 +15,14 @@ import torch
 
 from elastic_mbs.cli.doctor import machine
 from elastic_mbs.cli.doctor.facts import Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown
-from elastic_mbs.cli.doctor.machine import collect, limits, nvml_facts, softly, torch_facts
+from elastic_mbs.cli.doctor.machine import (
+    collect,
+    limits,
+    network,
+    nvml_facts,
+    softly,
+    torch_facts,
+)
 from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver, raiser
 
 
@@ -243,3 +251,18 @@ def test_nothing_that_fails_ends_the_collection_but_ctrl_c(
     assert facts.versions.nvidia_ml_py is None
     with pytest.raises(KeyboardInterrupt):
         softly(raiser(KeyboardInterrupt()))
+
+
+def test_the_network_is_looked_at_and_a_name_that_leads_nowhere_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = network()
+    assert found is not None
+    assert "gloo" in found.backends
+    assert found.interfaces
+    monkeypatch.setattr(socket, "gethostbyname", raiser(OSError("no such name")))
+    found = network()
+    assert found is not None
+    assert found.address == Unknown("OSError: no such name")
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert network() is None

@@ -271,7 +271,7 @@ def sums_that_fail(rank: int, world: int) -> tuple[str, bool, str]:
     """Rank 1 cannot copy its gradients into the sum, not even after its memory was released."""
     job = Job(rank, world)
     if rank == 1:
-        job.mbs._resources.peers._buckets._buckets[0].fill = _no_room  # type: ignore[attr-defined]
+        job.mbs._resources.peers._buckets.all[0].fill = _no_room  # type: ignore[attr-defined]
     found = caught(lambda: job.call(0))
     empty = all(parameter.grad is None for parameter in job.model.parameters())
     return found, empty, caught(lambda: job.call(1))

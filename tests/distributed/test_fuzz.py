@@ -13,6 +13,7 @@ def test_no_error_at_any_place_hangs_the_job_or_changes_a_gradient(seed: int) ->
     for found in values(run_ranks(fuzz, seed, STEPS, 120.0, wall=240)):
         assert found["steps"] >= STEPS
         assert found["ooms"] > 20
+        assert found["early"] > 20  # sums that began while a backward ran
         assert found["typed"] > 10
         assert found["vetoed"] > 5
         assert found["stale"] == found["drifted"] == 0

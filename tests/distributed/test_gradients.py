@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from elastic_mbs import (
     StepResult,
     elastic_step,
 )
+from elastic_mbs.sinks.log_reader import files_of, read_log
 from tests.helpers.ddp import FailingBackward, data, failing, joined, net, worst
 from tests.helpers.ranks import run_ranks, values
 
@@ -448,3 +450,22 @@ def reopen(rank: int, world: int) -> float:
 
 def test_a_runtime_may_be_used_again_after_its_end() -> None:
     assert max(values(run_ranks(reopen))) < 1e-12
+
+
+# ---------------------------------------------------------------------- run logs
+
+
+def logged(rank: int, world: int, path: str) -> None:
+    ddp = DDP(net())
+    with ElasticMBS(ddp, distributed=TIMEOUT, log=path) as mbs:
+        mbs.backward(lambda x: square(ddp(x)), data(rank, 0))
+
+
+def test_each_rank_writes_a_run_log_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    values(run_ranks(logged, str(path)))
+    runs = [run for file in files_of(path) for run in read_log(file)]
+    assert [run.header["rank"] for run in runs] == [0, 1]
+    assert {run.header["ranks"] for run in runs} == {2}
+    assert len({run.header["job"] for run in runs}) == 1
+    assert not path.exists()

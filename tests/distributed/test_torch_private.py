@@ -7,6 +7,11 @@ import time
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs.distributed import torch_private
@@ -93,3 +98,69 @@ def test_a_wait_can_be_repeated_and_no_mode_sees_what_is_unseen() -> None:
     first, second = values(run_ranks(wait))
     assert first == [False, False]
     assert second == [True, False]
+
+
+# ---------------------------------------------------------------------- fully_shard
+
+
+class Half(nn.Module):
+    """A module with another method that computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+    def generate(self, x: Tensor) -> Tensor:
+        out: Tensor = self(x)
+        return out
+
+
+def units(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    plain = Half()
+    grouped: list[nn.Module] = [Half(), Half()]
+    unit = fully_shard(plain, mp_policy=policy)
+    fully_shard(grouped)
+    assert torch_private.precision_of(unit) is policy
+    assert torch_private.sums_of_its_own(unit) == ""
+    unit.set_all_reduce_hook(lambda sums: None)
+    assert torch_private.sums_of_its_own(unit) == "set_all_reduce_hook"
+    factor = fully_shard(Half())
+    factor.set_gradient_divide_factor(2.0)
+    assert torch_private.sums_of_its_own(factor) == "set_gradient_divide_factor"
+    own = plain.register_forward_hook(lambda *args: None)
+    for module in (plain, *grouped):
+        before, after = module._forward_pre_hooks, module._forward_hooks
+        found = [torch_private.is_of_fsdp(hook) for hook in (*before.values(), *after.values())]
+        assert sum(found) == 2
+        assert len(found) == (3 if module is plain else 2)
+    own.remove()
+    assert torch_private.forward_methods(unit) == []
+    register_fsdp_forward_method(plain, "generate")
+    assert torch_private.forward_methods(unit) == ["generate"]
+    assert not torch_private.gathers_by_itself(torch.zeros(2))
+
+
+def test_units_show_what_fully_shard_was_told() -> None:
+    values(run_ranks(units, world=1))
+
+
+def exchange(rank: int, world: int) -> tuple[list[float], list[float]]:
+    """Gather parts, and scatter sums, without a warning of torch's."""
+    group = dist.group.WORLD
+    assert group is not None
+    whole, part = torch.zeros(2 * world), torch.full((2,), float(rank))
+    torch_private.begin_gather(whole, part, group).wait()
+    gathered = whole.tolist()
+    torch_private.begin_scatter(part, whole, group).wait()
+    return gathered, part.tolist()
+
+
+def test_parts_are_gathered_in_order_and_sums_scattered() -> None:
+    for rank, (gathered, sums) in enumerate(values(run_ranks(exchange))):
+        assert gathered == [0.0, 0.0, 1.0, 1.0]
+        assert sums == [2.0 * rank] * 2

@@ -122,9 +122,8 @@ def test_non_models_and_lazy_models_are_refused_by_type(value: Any, says: str) -
         TrainedModel(value)
 
 
-@pytest.mark.parametrize("name", ["DataParallel", "FullyShardedDataParallel", "FSDPModule"])
+@pytest.mark.parametrize("name", ["DataParallel", "FullyShardedDataParallel"])
 def test_wrappers_of_other_ranks_are_refused_by_name_at_any_depth(name: str) -> None:
-    # FSDP2 makes a new class for each class that it wraps, too.
     wrapper = type("Own", (type(name, (nn.Module,), {}),), {})()
     for model in (wrapper, nn.Sequential(wrapper)):
         with pytest.raises(UnsupportedError, match="Own runs collectives or replicas"):

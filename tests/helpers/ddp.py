@@ -37,6 +37,14 @@ def worst(model: nn.Module, reference: nn.Module) -> float:
     return found
 
 
+def same(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> bool:
+    """Return whether two lists of tensors are the same, bit for bit."""
+    return all(
+        new is None if old is None else new is not None and torch.equal(old, new)
+        for old, new in zip(before, after, strict=True)
+    )
+
+
 def joined(batches: Sequence[Tensor | None]) -> Tensor:
     return torch.cat([batch for batch in batches if batch is not None])
 

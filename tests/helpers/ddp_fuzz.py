@@ -33,8 +33,9 @@ from elastic_mbs import (
     RecoveryOptions,
     StepResult,
 )
+from elastic_mbs.distributed import buckets
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.ddp import data, worst
+from tests.helpers.ddp import data, same, worst
 from tests.helpers.ranks import run_ranks
 
 FLAGS: list[dict[str, Any]] = [
@@ -118,7 +119,7 @@ class Run:
         isolate = shared.random() < 0.2
         self.mbs = ElasticMBS(
             ddp,
-            distributed=DistributedOptions(timeout=30),
+            distributed=DistributedOptions(timeout=30, overlap=shared.random() < 0.7),
             memory=MemoryOptions(wait_for_memory=0),
             recovery=RecoveryOptions(replay="isolate" if isolate else "auto"),
             # BatchNorm over two samples that are alike would magnify every rounding
@@ -127,6 +128,7 @@ class Run:
         )
         foreach = shared.choice([None, True, False])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=foreach)
+        self.steady = shared.random() < 0.5
         self.worst = 0.0
 
     def fault(self, operations: int, chance: float) -> InjectOOM:
@@ -158,13 +160,15 @@ class Run:
             self.optimize()
         self.optimizer.zero_grad()
         self.reference.zero_grad()
-        self.reference.load_state_dict(self.model.state_dict())
+        self.follow()
         self.seen["steps"] += 1
 
     def call(self, number: int) -> bool:
         """Make one training call on all ranks; return whether it was finished."""
         lengths = [4, 8, 12] if self.kind == "bn" else [None, 1, 3, 6, 9, 12]
         sizes = [self.shared.choice(lengths) for _ in range(self.world)]
+        if self.steady:  # counts do not change, so sums that were sent are good
+            sizes = [12] * self.world
         batches = [None if n is None else data(rank, number, n) for rank, n in enumerate(sizes)]
         both = [self.shared.random() < 0.5 for _ in sizes]
         before = self.state()
@@ -190,9 +194,7 @@ class Run:
             loss = self.same_pieces(totals, batches[self.rank], both[self.rank], result, streams)
         self.drop_zeros()
         scale = max(1.0, abs(loss))
-        self.worst = max(
-            self.worst, worst(self.model, self.reference), abs(loss - result.loss.item()) / scale
-        )
+        self.worst = max(self.worst, self.difference(), abs(loss - result.loss.item()) / scale)
         return True
 
     def one_process(self, totals: Totals, batches: list[Tensor | None], both: list[bool]) -> float:
@@ -244,7 +246,7 @@ class Run:
                 right.grad = None
 
     def optimize(self) -> None:
-        before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        before = self.state()
         fault = self.fault(40, 0.3)
         try:
             with fault:
@@ -252,8 +254,7 @@ class Run:
         except ElasticMBSError as error:
             self.seen["vetoed"] += 1
             self.note(error)
-            after = self.model.parameters()
-            self.seen["stale"] += not all(map(torch.equal, before, after))
+            self.seen["stale"] += not same(before, self.state())
             self.mbs.optimizer_step(self.optimizer)
         finally:
             self.seen["struck"] += len(fault.hits)
@@ -262,15 +263,22 @@ class Run:
 
     def state(self) -> list[Tensor | None]:
         grads = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
-        return [*grads, *(buffer.clone() for buffer in self.model.buffers())]
+        values = [*self.model.parameters(), *self.model.buffers()]
+        return [*grads, *(value.detach().clone() for value in values)]
+
+    def difference(self) -> float:
+        """Return the relative error of the gradients."""
+        return worst(self.model, self.reference)
+
+    def follow(self) -> None:
+        """Give the reference the model's values."""
+        self.reference.load_state_dict(self.model.state_dict())
 
     def ended(self, error: ElasticMBSError, before: list[Tensor | None]) -> None:
         """Check that an error has left everything as it was."""
         self.seen["typed"] += 1
         self.note(error)
-        for old, new in zip(before, self.state(), strict=True):
-            same = new is None if old is None else new is not None and torch.equal(old, new)
-            self.seen["stale"] += not same
+        self.seen["stale"] += not same(before, self.state())
 
     def note(self, error: ElasticMBSError) -> None:
         self.seen[type(error).__name__] += 1
@@ -287,12 +295,25 @@ class Run:
         self.seen["drifted"] += not all(torch.equal(flat, other) for other in others)
 
 
+def count_early_sums(seen: Counter[str]) -> None:
+    """Count the sums that begin while a backward runs."""
+    begin = dist.all_reduce
+
+    def all_reduce(*args: Any, **options: Any) -> Any:
+        seen["early"] += torch._C._current_graph_task_id() >= 0
+        return begin(*args, **options)
+
+    dist.all_reduce = all_reduce
+
+
 def fuzz(rank: int, world: int, seed: int, steps: int, seconds: float) -> dict[str, float]:
     """Make `steps` steps, or as many as `seconds` allow; return what was counted."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     shared = random.Random(seed)  # it draws the same on every rank
     seen = Counter[str]()
+    count_early_sums(seen)
+    buckets.FIRST = buckets.CAP = 300 if seed % 2 else 2**20
     errors: dict[str, float] = {}
     began = time.monotonic()
     while seen["steps"] < steps:

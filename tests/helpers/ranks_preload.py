@@ -3,6 +3,8 @@
 import gc
 
 import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.tensor
 import torch.nn.parallel
 
 import elastic_mbs

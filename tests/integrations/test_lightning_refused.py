@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from elastic_mbs import GradientOptions, UnsupportedError, UsageError
@@ -42,11 +43,15 @@ class OwnWay(Precision):
         tensor.backward()
 
 
+class OwnStrategy(DDPStrategy):
+    """A strategy that may sum gradients in another way."""
+
+
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "a strategy of many": (
         Net,
-        {"strategy": "ddp", "devices": 1},
-        r"DDPStrategy over 1 processes.*devices=1",
+        {"strategy": OwnStrategy(), "devices": 1},
+        r"OwnStrategy over 1 processes.*Trainer\(strategy='ddp'\), or one device",
     ),
     "a precision of its own": (Net, {"plugins": OwnWay()}, "OwnWay has a backward of its own"),
     "BatchSizeFinder": (

@@ -130,10 +130,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         UsageError,
         "keeps the batch: leave it out",
     ),
-    "several processes": (
-        lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.MULTI_CPU),
+    "several XPUs": (
+        lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.MULTI_XPU),
         UnsupportedError,
-        "MULTI_CPU",
+        "MULTI_XPU",
     ),
     "DeepSpeed": (
         lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.DEEPSPEED),

@@ -2,7 +2,7 @@
 
 A co-tenant comes and goes. The GPT is trained twice, the second time without limits and without
 this package, and both loss curves are compared. `elastic_mbs/cli/demo/run.py` holds the training
-loop.
+loop. With `--distributed ddp`, under torchrun, it is a job of several ranks, one of which runs out.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import argparse
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from elastic_mbs.cli import report
+from elastic_mbs.cli.demo import ranks
 from elastic_mbs.cli.demo.compare import Notes, Options, prepare, run_both
 from elastic_mbs.cli.demo.console import introduction, page, summary, table, verdict
 from elastic_mbs.errors import UsageError
@@ -22,6 +24,11 @@ from elastic_mbs.sinks.run_log import checked_path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
+    parser.add_argument(
+        "--distributed",
+        choices=("ddp",),
+        help=f"a job of several ranks, one of which runs out: {ranks.COMMAND}",
+    )
     _add_output(parser)
 
 
@@ -98,6 +105,8 @@ def main(arguments: argparse.Namespace) -> int:
         # the end of each operation stand still while another process has a core: with four busy
         # processes on two cores, two threads took 11 to 55 s for what one did in 0.9 s.
         torch.set_num_threads(1)
+    if arguments.distributed is not None:
+        return _job(options, arguments.out, with_page=not arguments.no_page)
     setting = prepare(options)
     print(introduction(setting), flush=True)
     outcome = run_both(setting, Notes(options.steps, setting.budget))
@@ -110,6 +119,30 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{'page':<22}{arguments.out}, of the run log {options.log}")
     print(f"\n{verdict(outcome)}")
     return 0 if outcome.equal and outcome.ooms else 1
+
+
+def _job(options: Options, out: Path, *, with_page: bool) -> int:
+    """Run the demo as one rank of a job; rank 0 tells of it, and has its exit code."""
+    rank, world, options = ranks.begin(options)
+    try:
+        setting = ranks.set_up(options, world)
+        if rank == 0:
+            print(ranks.introduction(setting, world), flush=True)
+        outcome = ranks.run_job(setting, rank, world)
+        if outcome is None:
+            return 0
+        rows = ranks.summary(outcome)
+        print(
+            f"\n{table(outcome)}\n\n"
+            + "\n".join(f"{name:<22}{value}" for name, value in rows.items())
+        )
+        if options.log is not None and with_page:
+            report.write(page(outcome, rows, options.log), out)
+            print(f"{'page':<22}{out}, of the run logs of the ranks")
+        print(f"\n{verdict(outcome)}", flush=True)
+        return 0 if outcome.equal and outcome.ooms else 1
+    finally:
+        dist.destroy_process_group()
 
 
 def _options(arguments: argparse.Namespace) -> Options:

@@ -216,11 +216,16 @@ def run_both(setting: Setting, notes: Notes) -> Outcome:
         reference.append,
     )
     done = time.perf_counter()
-    pairs = zip(model.parameters(), twin.parameters(), strict=True)
-    weight = max(
-        float((mine - other).detach().abs().max() / other.detach().abs().max())
-        for mine, other in pairs
-    )
+    weight = worst_weight(model, twin)
     return Outcome(
         notes, reference, weight, between - began, done - between, ROUNDING[options.dtype]
+    )
+
+
+def worst_weight(model: nn.Module, twin: nn.Module) -> float:
+    """Return the largest difference of a weight, relative to the largest of its tensor."""
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    return max(
+        float((mine - other).detach().abs().max() / other.detach().abs().max())
+        for mine, other in pairs
     )

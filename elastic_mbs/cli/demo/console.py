@@ -12,10 +12,11 @@ import torch
 
 from elastic_mbs.cli.demo.compare import Outcome, Setting
 from elastic_mbs.cli.demo.run import POLICY
-from elastic_mbs.cli.report.data import Mark, read_run
+from elastic_mbs.cli.report.data import Mark
+from elastic_mbs.cli.report.job import by_job, read_job
 from elastic_mbs.cli.report.page import document, section
 from elastic_mbs.events import CallDone, OutOfMemory, format_bytes
-from elastic_mbs.sinks.log_reader import read_log
+from elastic_mbs.sinks.log_reader import files_of, read_log
 
 ROWS = 12  # of the table
 
@@ -103,9 +104,9 @@ def page(outcome: Outcome, rows: Mapping[str, str], log: Path) -> str:
     It has the co-tenant's moves, the losses of the run without limits, and the figures of the
     summary.
     """
-    run = read_log(log)[-1]
-    data = read_run(run)
-    began = float(run.header["time"])
+    job = by_job([run for file in files_of(log) for run in read_log(file)])[-1]
+    data = read_job(job)
+    began = min(float(run.header["time"]) for run in job)
     left = [(at - began, move.what, format_bytes(move.left)) for at, move in outcome.notes.moves]
     moves = [
         Mark(t, "note", what, (("left for us", size),), f"{what}: {size} left for us")

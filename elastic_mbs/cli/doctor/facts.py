@@ -110,6 +110,15 @@ class Limit:
 
 
 @dataclass(frozen=True)
+class Network:
+    """The means of a job of several processes to reach each other."""
+
+    backends: tuple[str, ...]  # of torch.distributed: "gloo", "nccl"
+    address: str | Unknown  # the one to which this host's name leads
+    interfaces: tuple[str, ...] = ()  # names of those that are there
+
+
+@dataclass(frozen=True)
 class Facts:
     versions: Versions
     torch: Torch
@@ -123,6 +132,7 @@ class Facts:
     wsl: bool = False  # this is Linux inside Windows
     own_pids: bool = True  # the driver's PIDs mean the same processes here: not so in a container
     trainers: tuple[Trainer, ...] = ()
+    network: Network | Unknown | None = None  # None: torch has no process groups here
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from elastic_mbs.cli.doctor.facts import (
     ALLOCATOR,
@@ -24,6 +26,7 @@ from elastic_mbs.cli.doctor.facts import (
     Gpu,
     Host,
     Limit,
+    Network,
     Nvml,
     Torch,
     TorchDevice,
@@ -49,6 +52,13 @@ VARIABLES = (
     *ALLOCATOR,
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "NVIDIA_DRIVER_CAPABILITIES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )
 _MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
@@ -72,6 +82,7 @@ def collect(*, allocate: bool = False, root: Path = Path("/")) -> Facts:
         wsl=sys.platform == "linux" and "microsoft" in platform.release().lower(),
         own_pids=pids_are_ours(),
         trainers=known(trainers, ()),
+        network=softly(network),
     )
 
 
@@ -245,6 +256,18 @@ def _gpu(
         free=free,
         total=0 if isinstance(memory, Unknown) else int(memory.total),
         holders=softly(lambda: holders_on(pynvml, handle)),
+    )
+
+
+def network() -> Network | None:
+    """Return what ranks of a job reach each other by; None where torch has no process groups."""
+    if not dist.is_available():
+        return None
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return Network(
+        tuple(name for name, available in there.items() if available),
+        softly(lambda: socket.gethostbyname(socket.gethostname())),
+        tuple(psutil.net_if_addrs()),
     )
 
 

@@ -16,7 +16,16 @@ from importlib import resources
 from types import SimpleNamespace
 from typing import Any
 
-from elastic_mbs.cli.doctor.facts import ALLOCATOR, Facts, Gpu, Nvml, TorchDevice, Unknown
+from elastic_mbs import DistributedOptions
+from elastic_mbs.cli.doctor.facts import (
+    ALLOCATOR,
+    Facts,
+    Gpu,
+    Network,
+    Nvml,
+    TorchDevice,
+    Unknown,
+)
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import CgroupMemory
 from elastic_mbs.memory.processes import describe
@@ -111,6 +120,24 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     ),
     "resource limits are unknown": lambda s: isinstance(s.f.limits, Unknown),
     "addresses are limited": lambda s: s.l.name == "RLIMIT_AS",
+    # jobs of several processes
+    "there are process groups": lambda s: isinstance(s.f.network, Network),
+    "the network is unknown": lambda s: isinstance(s.f.network, Unknown),
+    "an interface is named that is not there": lambda s: s.interface and not s.interface_is_there,
+    "an interface is named": lambda s: s.interface,
+    "the host's name leads nowhere": lambda s: isinstance(s.f.network.address, Unknown),
+    "the host's name leads to itself alone": lambda s: s.f.network.address.startswith("127."),
+    "errors of NCCL are not handled": lambda s: (
+        s.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
+        and s.environment.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "0"
+    ),
+    "torchrun started this": lambda s: "TORCHELASTIC_RUN_ID" in s.environment,
+    "torchrun starts nothing again": lambda s: (
+        s.environment.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
+    ),
+    "a new start finds the old store": lambda s: (
+        s.environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
+    ),
 }
 
 
@@ -200,6 +227,23 @@ def _machine(facts: Facts) -> dict[str, Any]:
         "settings": conf,
         "export": f"{variable}={others}expandable_segments:True{doubt}",
         "system": "WSL" if facts.wsl else "Windows",
+        **_network(facts),
+    }
+
+
+def _network(facts: Facts) -> dict[str, Any]:
+    """Return the words about the network."""
+    network = facts.network
+    interface = facts.environment.get("GLOO_SOCKET_IFNAME", "")
+    names = network.interfaces if isinstance(network, Network) else ()
+    backends = network.backends if isinstance(network, Network) else ()
+    return {
+        "interface": interface,
+        "interface_is_there": set(interface.split(",")) <= set(names),
+        "interfaces": ", ".join(names),
+        "backends": ", ".join(backends) or "none",
+        "timeout": DistributedOptions().timeout,
+        "restarts": facts.environment.get("TORCHELASTIC_MAX_RESTARTS", "0"),
     }
 
 

@@ -1,8 +1,10 @@
 """The report: a run log as one HTML file that needs nothing else.
 
 Four lanes on one time axis (memory, micro-batch size, throughput, loss), with a mark for each
-event. It opens without a network, in light and dark, on wide and narrow screens. `data.py` has the
-points of each line, `svg.py` its lane and look, `page.py` the HTML around the lanes.
+event. A job of several ranks is one run, with a lane of memory for each of them. It opens without a
+network, in light and dark, on wide and narrow screens. `data.py` has the points of each line,
+`job.py` puts ranks together, `svg.py` has each line's lane and look, `page.py` the HTML around the
+lanes.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from elastic_mbs.cli.report.data import read_run
+from elastic_mbs.cli.report.job import by_job, read_job
 from elastic_mbs.cli.report.page import page
 from elastic_mbs.errors import UsageError
-from elastic_mbs.sinks.log_reader import read_log
+from elastic_mbs.sinks.log_reader import files_of, read_log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +42,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def render(log: Path) -> str:
-    """Return the report of a log as HTML.
+    """Return the report of a log as HTML; of a job, it is that of the logs of its ranks.
 
     Raises:
         UsageError: the log cannot be read; the error has one line.
     """
-    return page([read_run(run) for run in read_log(log)], log.name)
+    runs = [run for file in files_of(log) for run in read_log(file)]
+    return page([read_job(job) for job in by_job(runs)], log.name)
 
 
 def check_out(out: Path, log: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -69,6 +69,8 @@ class RunData:
     marks: Sequence[Mark]  # events but finished calls, in order
     events: int  # how many of them there were: not all are marks in a long run
     reference: Sequence[Point] = ()  # the loss of a run to compare with
+    # of a job of several ranks: each rank's run by its name, on the same time axis
+    ranks: Mapping[str, RunData] = field(default_factory=dict)
 
 
 Calls = Sequence[tuple[float, CallDone]]
@@ -86,7 +88,7 @@ def read_run(run: Run) -> RunData:
     return RunData(
         title=str(run.header.get("name", "elastic_mbs")),
         about=_about(run),
-        tiles=_tiles(run.totals, [entry.event for entry in entries], sizes),
+        tiles=tiles_of(run.totals, [entry.event for entry in entries], sizes),
         seconds=run.totals.t,
         memory=_memory(entries, calls, _part(run.header, "policy").get("margin")),
         sizes=sizes,
@@ -200,9 +202,10 @@ def _from_start(calls: Calls, points: Sequence[Point]) -> list[Point]:
 Tile = tuple[str, str, str]  # name, value, and a remark
 
 
-def _tiles(
+def tiles_of(
     totals: Totals, events: Sequence[Event | None], tracks: Mapping[str, Sequence[Point]]
 ) -> tuple[Tile, ...]:
+    """Return the figures at the head of a run."""
     last = events[-1] if events else None
     return (
         *([("ended by", last.error, last.message[:80])] if isinstance(last, CallFailed) else []),

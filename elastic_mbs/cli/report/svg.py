@@ -21,6 +21,7 @@ WIDTH, HEIGHT = 10000, 1000  # units of the stretched picture
 TRACKS = 5  # tracks that have a colour of their own; the rest share the last
 # more failures than this have no line through all lanes: there would be nothing else to see
 HAIRLINES = 150
+RATES = {"eval": "rate-eval"}  # the colour of a mode that is not "train"
 HUGE = 1e300  # a loss above is as good as infinite
 SHARES = Scale(0.0, 1.0, (scale.Tick(0.0, "0%"), scale.Tick(0.5, "50%"), scale.Tick(1.0, "100%")))
 
@@ -75,10 +76,14 @@ class Lane:
 
 
 def lanes(run: RunData) -> list[Lane]:
-    return [_memory(run), _sizes(run), _throughput(run), _loss(run)]
+    """Return the lanes of a run; of a job, memory has one for each rank."""
+    memory = [_memory(each, f"Memory of {name}") for name, each in run.ranks.items()] or [
+        _memory(run, "Memory")
+    ]
+    return [*memory, _sizes(run), _throughput(run), _loss(run)]
 
 
-def _memory(run: RunData) -> Lane:
+def _memory(run: RunData, name: str) -> Lane:
     memory = run.memory
     lines = [
         Line(
@@ -93,7 +98,7 @@ def _memory(run: RunData) -> Lane:
     chips = [("free", "free")] if _drawn(memory.capacity) else []
     shown = [line for line in lines if _drawn(line.points)]
     return Lane(
-        "Memory",
+        name,
         shown,
         scale.bytes_from_zero(memory.total),
         notes,
@@ -119,20 +124,22 @@ def _sizes(run: RunData) -> Lane:
 
 def _throughput(run: RunData) -> Lane:
     rates = [value for points in run.rates.values() for _, value in points if value is not None]
-    lines = (
-        [Line("time lost to replays", run.lost, "lost", "share", "before", "down")]
-        if any(share for _, share in run.lost)
-        else []
-    )
+    lines = [
+        Line(f"time lost to replays{who}", lost, "lost", "share", "before", "down")
+        for who, lost in (
+            [(f", {name}", each.lost) for name, each in run.ranks.items()] or [("", run.lost)]
+        )
+        if any(share for _, share in lost)
+    ]
     lines += [
         Line(
             f"samples per second, {mode}",
             points,
-            "rate-eval" if mode == "eval" else "rate-train",
+            f"track-{min(i, TRACKS - 1)}" if run.ranks else RATES.get(mode, "rate-train"),
             "rate",
             "before",
         )
-        for mode, points in run.rates.items()
+        for i, (mode, points) in reversed(list(enumerate(run.rates.items())))
         if _drawn(points)
     ]
     return Lane(

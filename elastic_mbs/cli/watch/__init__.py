@@ -1,7 +1,7 @@
 """The live panel of a run log that grows.
 
 It shows the micro-batch, memory, throughput, loss and the last events of the run that has written
-last. Needs rich: `pip install 'elastic-mbs[tui]'`.
+last; of a job of several ranks, a row for each. Needs rich: `pip install 'elastic-mbs[tui]'`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import time
 from pathlib import Path
 
-from elastic_mbs.cli.watch.follow import Follower
+from elastic_mbs.cli.watch.follow import Followers, State
 from elastic_mbs.errors import UsageError
 from elastic_mbs.sinks.log_reader import EMPTY
 
@@ -40,22 +40,25 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--interval {arguments.interval} is not between 0.05 and 3600 seconds")
     if importlib.util.find_spec("rich") is None:
         raise UsageError("watch needs rich, which is not installed: pip install 'elastic-mbs[tui]'")
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.live import Live
 
+    from elastic_mbs.cli.watch.job import job_panel
     from elastic_mbs.cli.watch.panel import panel
 
-    console, follower = Console(), Follower(arguments.log)
-    follower.read()
-    state = follower.current
-    if state is None:
+    def frame(states: list[State]) -> RenderableType:
+        now = time.time()
+        return job_panel(states, now) if len(states) > 1 else panel(states[0], now)
+
+    console, followers = Console(), Followers(arguments.log)
+    states = followers.read()
+    if not states:
         raise UsageError(f"{arguments.log}: {EMPTY}")
     if arguments.once or not console.is_terminal:
-        console.print(panel(state, time.time()))
+        console.print(frame(states))
         return 0
-    with Live(panel(state, time.time()), console=console, auto_refresh=False) as live:
+    with Live(frame(states), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(arguments.interval)
-            follower.read()
-            state = follower.current or state  # a new file shows its first line soon
-            live.update(panel(state, time.time()), refresh=True)
+            states = followers.read() or states  # a new file shows its first line soon
+            live.update(frame(states), refresh=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone
-from elastic_mbs.sinks.log_reader import Entry, Reader, Run, plausible, unreadable
+from elastic_mbs.sinks.log_reader import Entry, Reader, Run, files_of, plausible, unreadable
 
 EVENTS, POINTS = 8, 400  # how many of the last events and figures are kept
 CHUNK = 1024**2  # bytes; of more than that only the last part is shown line by line
@@ -92,3 +92,27 @@ class Follower:
             for entry in run.entries:
                 self.current.add(entry)
             run.entries.clear()
+
+
+class Followers:
+    """Readers of the files of a log: one, or those of the ranks of a job."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._followers: dict[Path, Follower] = {}
+
+    def read(self) -> list[State]:
+        """Take the new lines; return the run that has written last, with the ranks of its job.
+
+        Raises:
+            UsageError: a file cannot be read; the error has one line.
+        """
+        for path in files_of(self._path):  # a rank can begin its file later
+            self._followers.setdefault(path, Follower(path)).read()
+        states = [each.current for each in self._followers.values() if each.current is not None]
+        if not states:
+            return []
+        latest = max(states, key=lambda state: state.run.totals.time)
+        job = latest.run.header.get("job", latest.run.id)
+        found = [state for state in states if state.run.header.get("job", state.run.id) == job]
+        return sorted(found, key=lambda state: str(state.run.header.get("rank", "")).zfill(9))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -38,19 +38,7 @@ def panel(state: State, now: float) -> RenderableType:
     rows.add_column(style="bold", no_wrap=True)
     for name, value in _rows(state, now):
         rows.add_row(name, value)
-    events = Table.grid(padding=(0, 2))
-    events.add_column(justify="right", style="dim", no_wrap=True)
-    for t, level, line in state.events:
-        events.add_row(
-            duration(t),
-            Text(
-                printable(line),
-                style="yellow" if level == "WARNING" else "",
-                no_wrap=True,
-                overflow="ellipsis",
-            ),
-        )
-    happened = events if state.events else Text("none so far", style="dim")
+    happened = event_rows(state.events)
     return Group(
         Panel(
             rows,
@@ -62,6 +50,23 @@ def panel(state: State, now: float) -> RenderableType:
         ),
         Panel(happened, title=Text("last events"), title_align="left", box=box.ROUNDED),
     )
+
+
+def event_rows(events: Iterable[tuple[float, str, str]]) -> RenderableType:
+    """Return events, given by time, level and line, as rows."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(justify="right", style="dim", no_wrap=True)
+    for t, level, line in events:
+        rows.add_row(
+            duration(t),
+            Text(
+                printable(line),
+                style="yellow" if level == "WARNING" else "",
+                no_wrap=True,
+                overflow="ellipsis",
+            ),
+        )
+    return rows if rows.row_count else Text("none so far", style="dim")
 
 
 def printable(text: str) -> str:

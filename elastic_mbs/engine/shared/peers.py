@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -16,7 +16,13 @@ from elastic_mbs.engine.outcome.result import StepResult
 
 
 class Gradients(Protocol):
-    """The gradients of one call on this rank: `elastic_mbs.engine.gradients.CallGradients`."""
+    """The gradients of one call on this rank: `elastic_mbs.engine.gradients.CallGradients`.
+
+    Attributes:
+        settled: it is known which leaves commit, each once in a backward, and nothing has failed.
+    """
+
+    settled: bool
 
     def leaves(self) -> list[torch.Tensor]:
         """Return every leaf that the call can have changed."""
@@ -37,9 +43,11 @@ class Peers(Protocol):
     Attributes:
         alone: there is no other rank, so a batch has to have samples.
         hooks: in place while a step function runs.
+        about: what a run log says of this rank: "job", "rank" and "ranks"; empty for one process.
     """
 
     alone: bool
+    about: Mapping[str, object]
     hooks: tuple[AbstractContextManager[object], ...]
 
     def begin(self) -> None:
@@ -50,8 +58,13 @@ class Peers(Protocol):
         """Return the counts of this rank's batch, as a part of all ranks' where pieces need it."""
         ...
 
-    def before_backward(self, gradients: Gradients) -> None:
-        """Prepare for a backward of the call: the gradients are to be this call's alone."""
+    def before_backward(self, gradients: Gradients, *, last: bool) -> None:
+        """Prepare for a backward of the call: the gradients are to be this call's alone.
+
+        Args:
+            gradients: of the call.
+            last: no piece is to come after this one.
+        """
         ...
 
     def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
@@ -60,6 +73,14 @@ class Peers(Protocol):
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one's call has ended by `error`; replace no error."""
+        ...
+
+    def end(self) -> None:
+        """End a call that is done: what it needed of the other ranks can go. Can be repeated."""
+        ...
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Return a block of an evaluation or a rehearsal, beside the training calls."""
         ...
 
     def agree(self, error: BaseException | None) -> str:
@@ -84,6 +105,7 @@ class Alone:
     """The peers of a process that has none."""
 
     alone = True
+    about: Mapping[str, object] = {}
 
     def __init__(self, *hooks: AbstractContextManager[object]) -> None:
         self.hooks = hooks
@@ -95,7 +117,7 @@ class Alone:
         """Return the counts."""
         return counts
 
-    def before_backward(self, gradients: Gradients) -> None:
+    def before_backward(self, gradients: Gradients, *, last: bool) -> None:
         """Do nothing."""
 
     def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
@@ -104,6 +126,13 @@ class Alone:
 
     def failed(self, error: BaseException) -> None:
         """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Return a block in which nothing is different."""
+        return nullcontext()
 
     def agree(self, error: BaseException | None) -> str:
         """Return that all have made the step."""

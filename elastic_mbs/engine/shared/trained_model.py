@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ class TrainedModel:
         self._children: list[nn.Module | None] | None = None
         self._parameters: list[nn.Parameter | None] = []
         self._trainable: list[bool] | None = None
+        self._stand_ins: Mapping[int, torch.Tensor] = {}  # by the ids of parameters
         for module in chain.from_iterable(root.modules() for root in self.roots):
             _check(module)
         self.refresh()
@@ -80,7 +81,7 @@ class TrainedModel:
         if trainable == self._trainable and all(map(is_, parameters, self._parameters)):
             return False
         self._parameters, self._trainable = parameters, trainable
-        self.leaves = list(dict.fromkeys(compress(parameters, trainable)))
+        self.leaves = list(dict.fromkeys(map(self.leaf_of, compress(parameters, trainable))))
         self.generation += 1
         return True
 
@@ -106,6 +107,19 @@ class TrainedModel:
                 f"multiples of {self.group}: convert the model first"
             )
         self.group = group
+
+    def replace(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
+        """Have other leaves in place of parameters, from the next `refresh` on.
+
+        Args:
+            stand_ins: the tensors that a step computes with, by the ids of the parameters.
+        """
+        self._stand_ins = stand_ins
+        self.forget()
+
+    def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the leaf that a step computes with in place of a parameter, mostly itself."""
+        return self._stand_ins.get(id(parameter), parameter)
 
     def forget(self) -> None:
         """Make the next `refresh` find everything new."""
@@ -136,7 +150,7 @@ class TrainedModel:
     def name_of(self, leaf: torch.Tensor) -> str:
         """Return the leaf's parameter name, or its shape when it is not the model's."""
         for name, parameter in chain.from_iterable(root.named_parameters() for root in self.roots):
-            if parameter is leaf:
+            if parameter is leaf or self.leaf_of(parameter) is leaf:
                 return f"parameter {name!r}"
         return f"a leaf of shape {tuple(leaf.shape)} outside the model"
 
@@ -150,7 +164,7 @@ class TrainedModel:
             UsageError: all are on "meta", and nothing tells where their values are.
         """
         tensors = [*_values(_PARAMETERS, self.modules), *_values(_BUFFERS, self.modules)]
-        found = dict.fromkeys(tensor.device for tensor in tensors if tensor is not None)
+        found = dict.fromkeys(_place_of(tensor) for tensor in tensors if tensor is not None)
         if not found:
             return [torch.device("cpu")]
         return [
@@ -233,7 +247,15 @@ def modules_of(model: object) -> Sequence[nn.Module]:
     return modules
 
 
-_WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+def _place_of(tensor: torch.Tensor) -> torch.device:
+    """Return the device where a step has a tensor: an offloaded shard is gathered elsewhere."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None or tensor.device.type in (mesh.device_type, "meta"):
+        return tensor.device
+    return with_index(torch.device(mesh.device_type))
+
+
+_WRAPPERS = {"DataParallel", "FullyShardedDataParallel"}
 
 
 def _check(module: nn.Module) -> None:
@@ -259,8 +281,8 @@ def _check(module: nn.Module) -> None:
         raise UnsupportedError(
             f"{kind} runs collectives or replicas inside forward and backward, and a replay in "
             "one would leave the others waiting or half done. "
-            "Give the module itself, or wrapped in DistributedDataParallel, with one process per "
-            "device"
+            "Give the module itself, wrapped in DistributedDataParallel, or sharded by "
+            "fully_shard (FSDP2), with one process per device"
         )
 
 

@@ -14,6 +14,15 @@ from elastic_mbs.integrations.frameworks import TRL
 from elastic_mbs.integrations.trl.kinds import check_kind
 from elastic_mbs.integrations.trl.private import SUPPORTED, has_router_loss
 
+_SERVED = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    ParallelMode.NOT_PARALLEL,
+    ParallelMode.DISTRIBUTED,
+    None,
+)
+
 
 def check_class(cls: type, mixin: type) -> None:
     """Refuse a class whose batches mean more than their samples, or with a misplaced mixin."""
@@ -51,7 +60,7 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
         trainer: the trainer.
         options: those of `elastic=`.
     """
-    _check_processes(trainer.args, trainer.accelerator)
+    _check_processes(trainer)
     optimizer_step = options["optimizer_step"]
     _check_arguments(trainer.args, trainer.accelerator, optimizer_step=optimizer_step)
     _check_batches(trainer, exact=options["verify"])
@@ -77,7 +86,8 @@ def _check_arguments(args: Any, accelerator: Any, *, optimizer_step: bool) -> No
         )
 
 
-def _check_processes(args: Any, accelerator: Any) -> None:
+def _check_processes(trainer: Any) -> None:
+    args, accelerator = trainer.args, trainer.accelerator
     if args.parallel_mode is ParallelMode.NOT_DISTRIBUTED:
         raise UnsupportedError(
             f"the Trainer would put the model on {args.n_gpu} GPUs by nn.DataParallel, whose "
@@ -88,15 +98,26 @@ def _check_processes(args: Any, accelerator: Any) -> None:
         args.parallel_mode,
         getattr(accelerator, "parallelism_config", None),
     )
-    spread = [
-        kind for kind in kinds if kind not in (DistributedType.NO, ParallelMode.NOT_PARALLEL, None)
-    ]
+    spread = [kind for kind in kinds if kind not in _SERVED]
     if spread:
         raise UnsupportedError(
             f"distributed training ({getattr(spread[0], 'value', type(spread[0]).__name__)}) is "
-            "not supported yet: a replay in one would leave the others waiting. Run one process, "
-            "without DeepSpeed, FSDP and parallelism_config"
+            "not supported, because a replay in one process would leave the others waiting: use "
+            "DistributedDataParallel (torchrun) or one process, without DeepSpeed, FSDP and "
+            "parallelism_config"
         )
+    if args.world_size > 1:
+        _check_several(trainer)
+
+
+def _check_several(trainer: Any) -> None:
+    """Refuse trainers whose steps gather from all ranks, which pieces do at other times."""
+    for base in type(trainer).__mro__:
+        if base.__module__.partition(".")[0] == "trl":
+            raise UnsupportedError(
+                f"{base.__name__} gathers its metrics from all ranks in every step, and ranks have "
+                "different numbers of pieces: run one process, or use transformers.Trainer"
+            )
 
 
 def _check_batches(trainer: Any, *, exact: bool) -> None:

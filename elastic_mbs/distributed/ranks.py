@@ -1,0 +1,383 @@
+"""The meetings of one training call, the same for replicas (DDP) and for shards (FSDP2).
+
+    share    counts of all ranks, where pieces need them
+    meet     all that can fail on one rank alone, then one meeting, then the sums
+    failed   a rank that has no gradient says so at the next meeting
+
+Subclasses add up the gradients. Some send sums before the ranks have met (`overlap.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.distributed import torch_private
+from elastic_mbs.distributed.control import VALUES, Control, Place, Retry, Row
+from elastic_mbs.engine.outcome.result import StepResult, has_loss, with_losses
+from elastic_mbs.engine.shared.peers import Gradients
+from elastic_mbs.engine.shared.trained_model import TrainedModel
+from elastic_mbs.errors import (
+    CountError,
+    ElasticMBSError,
+    MisuseError,
+    PeerError,
+    UnsupportedError,
+)
+from elastic_mbs.options import Settings
+
+WHAT = "hold the sums of gradients over the ranks"
+
+
+class Ranks:
+    """The other ranks, as `elastic_mbs.engine.shared.peers.Peers`, but for the sums of gradients.
+
+    Attributes:
+        alone: False: a rank may have no batch.
+        hooks: in place while a step function runs.
+        about: what a run log says of this rank.
+    """
+
+    alone = False
+    hooks: tuple[AbstractContextManager[object], ...]
+    _wrapper: str  # the wrapper that a module with its leaves in it has, in words
+
+    def __init__(
+        self, group: dist.ProcessGroup, model: TrainedModel, settings: Settings, retry: Retry
+    ) -> None:
+        """Meet the other ranks.
+
+        Args:
+            group: the ranks.
+            model: the modules that the user gave.
+            settings: the options.
+            retry: runs an operation of ours that can run out of memory.
+
+        Raises:
+            UnsupportedError: an option that would not be right with other ranks.
+            PeerError: another rank did not come.
+        """
+        _check(settings)
+        self._group = group
+        self._model = model
+        self._retry = retry
+        # Sums of host memory are gloo's, whose waits can end; those of a device wait in its stream.
+        self._on_host = all(device.type == "cpu" for device in model.devices())
+        self._timeout = settings.distributed.timeout
+        # Totals are those of all ranks from the start: loss_fn divides by them itself.
+        self._sums = settings.reduction == "sum"
+        self._control = self._connect()
+        self.about = self._control.about
+        self._losses = torch.zeros(VALUES, dtype=torch.float64)
+        self._places: list[Tensor] = []  # of each loss in `_losses`
+        self._maps: list[Tensor] = []  # of each rank: which leaves have gradients
+        self._signature = 0.0  # of the leaves that are summed
+        self._counts = 1.0  # of this rank in this call
+        self._named = False  # pieces are weighed among all ranks, so gradients are only added
+        self._names: tuple[str, ...] = ()  # of the losses of this call
+        self._met = True  # this call has had its meeting
+
+    def _connect(self) -> Control:
+        return Control(self._group, self._model.devices()[0], self._timeout, self._retry)
+
+    def _make_common_room(self, leaves: Sequence[Tensor]) -> None:
+        """Have memory for what ranks exchange about these leaves, which are summed."""
+        self._maps = list(torch.zeros(self._control.size, len(leaves), dtype=torch.uint8))
+        self._signature = float(zlib.crc32(repr(list(map(_form, leaves))).encode()))
+        device = leaves[0].device if leaves else torch.device("cpu")
+        kind = torch.float32 if device.type == "mps" else torch.float64
+        self._losses = torch.zeros(VALUES, dtype=kind, device=device)
+        self._places = list(self._losses)
+
+    def _warm_up(self) -> None:
+        """Make one sum, so that the group has its connections before memory is short."""
+        self._losses.fill_(1.0)
+        self._wait(self._sum(self._losses))
+        found = float(self._losses[0])
+        if found != self._control.size:
+            raise PeerError(
+                f"a sum of ones over {self._control.size} ranks was {found:g}: the process group "
+                "does not work"
+            )
+
+    def _sum(self, tensor: Tensor) -> dist.Work:
+        work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+    def _wait(self, work: dist.Work, place: Place = Place.SUM) -> None:
+        """Wait for a collective of the data; on a device, only its stream waits."""
+        if self._on_host:
+            self._control.wait(work, place)
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._control.lose(f"a collective of the data has failed: {str(error)[:300]}")
+            raise PeerError(self._control.broken) from None
+
+    # ------------------------------------------------------------------ one call
+
+    def begin(self) -> None:
+        """Begin a training call; see `Peers`."""
+        self._come_back()
+        self._control.batch += 1
+        self._met = self._named = False
+        self._counts = 0.0
+
+    def _come_back(self) -> None:
+        """Meet the others again where the runtime was closed, and is used again."""
+        if self._control.broken:
+            raise PeerError(self._control.broken)
+        if self._control.left:
+            batch = self._control.batch
+            self._control = self._connect()
+            self._control.batch = batch
+
+    def share(self, counts: Counts) -> Counts:
+        """Return the counts, as a part of all ranks' for a sum and for losses with names."""
+        self._names = counts.names or ()
+        self._named = self._sums or bool(self._names)
+        totals = counts.totals()
+        if not self._named:
+            self._counts = totals[0]
+            return counts
+        if len(totals) > VALUES - 1:
+            raise UnsupportedError(
+                f"count has {len(totals)} losses, and ranks exchange {VALUES - 1} at most: add "
+                "some of them up in loss_fn"
+            )
+        self._counts = 1.0
+        names = float(zlib.crc32(repr(counts.names).encode()))
+        rows = self._meet(Place.COUNTS, [names, *totals])
+        if len({row.values[0] for row in rows}) > 1:
+            raise MisuseError("the ranks have different losses in count=: give the same on all")
+        everybody = [math.fsum(row.values[i] for row in rows) for i in range(1, len(totals) + 1)]
+        if not self._sums:
+            _check_total(everybody)
+        self._met = False  # the one at the end is still to come
+        return counts.among(everybody)
+
+    def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
+        """Make this rank's gradient and loss those of all ranks' samples.
+
+        All that can fail on this rank alone comes before the meeting.
+        """
+        self._prepare_sums(gradients)
+        typed = has_loss(result)
+        losses = self._retry(WHAT, lambda: [result.loss, *result.losses.values()])
+        count = 1 + len(self._names)
+        like = losses[0] if typed else self._losses[0]
+        totals = self._retry(WHAT, lambda: [torch.empty_like(like) for _ in range(count)])
+        self._send_ahead(losses)
+        factor = self._agree_on_gradients()
+        try:
+            self._add_up(losses, factor)
+            self._finish_sums(totals)
+        except PeerError:
+            raise
+        except BaseException as error:  # the others cannot be told at a meeting: they add up
+            self._control.lose(f"{type(error).__name__} ended a sum over the ranks: {error}")
+            raise
+        self._keep_sums(gradients)
+        return with_losses(result, totals[0], dict(zip(self._names, totals[1:], strict=True)))
+
+    def _prepare_sums(self, gradients: Gradients) -> None:
+        """Do all that can fail on this rank alone, before the ranks meet."""
+        raise NotImplementedError
+
+    def _used(self) -> bytes:
+        """Return for each leaf that is summed whether it has a gradient."""
+        raise NotImplementedError
+
+    def _send_ahead(self, losses: list[Tensor]) -> None:
+        """Send sums before the ranks have met."""
+
+    def _send_anything(self) -> None:
+        """Send what the others wait for in a call that has failed."""
+
+    def _send_for_others(self) -> None:
+        """Send what the others wait for in a call that this rank does not make."""
+
+    def _again(self) -> bool:
+        """Return whether sums that were sent are not this call's gradient."""
+        return False
+
+    def _judge(self, total: float, *, again: bool) -> None:
+        """Decide, the same on every rank, whether the sums that were sent are the gradient's."""
+
+    def _use_all(self, used: bytes) -> None:
+        """Follow the other ranks, of which some have gradients of other leaves."""
+        raise NotImplementedError
+
+    def _sum_gradients(self, factor: float) -> None:
+        """Sum gradient * factor over the ranks. Nothing is allocated."""
+        raise NotImplementedError
+
+    def _keep_sums(self, gradients: Gradients) -> None:
+        """Make the sums the gradients of the optimizer's parameters."""
+        raise NotImplementedError
+
+    def _check_gradients(self, gradients: Gradients) -> None:
+        """Refuse gradients that no other rank would hear of."""
+        own = set(map(id, self._model.leaves))
+        for leaf in gradients.leaves():
+            if leaf.grad is None:
+                continue
+            if id(leaf) not in own:
+                raise UnsupportedError(
+                    f"a leaf of shape {tuple(leaf.shape)} outside the model got a gradient, and "
+                    "it is not known whether it is one parameter of all ranks or this rank's own: "
+                    f"put it in a module, {self._wrapper}; for a gradient of the batch itself use "
+                    "torch.autograd.grad in loss_fn"
+                )
+            if leaf.grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"the gradient of {self._model.name_of(leaf)} is {leaf.grad.layout}: only "
+                    "dense gradients are summed over the ranks"
+                )
+
+    def _agree_on_gradients(self) -> float:
+        """Meet at the end of the batch; return this rank's share of all counts."""
+        used = self._used()
+        checksum = float(zlib.crc32(used))
+        again = float(self._again())
+        rows = self._meet(Place.GRADIENT, [self._counts, self._signature, checksum, again])
+        _check_total([row.values[0] for row in rows])
+        if len({row.values[1] for row in rows}) > 1:
+            raise MisuseError(
+                "the ranks train different parameters (by shape, type or number): freeze and "
+                "thaw the same ones on every rank"
+            )
+        if len({row.values[2] for row in rows}) > 1:
+            self._use_all(used)
+        total = math.fsum(row.values[0] for row in rows)
+        self._judge(total, again=any(row.values[3] for row in rows))
+        return 1.0 if self._named else self._counts / total
+
+    def _gather_maps(self, used: bytes) -> list[bool]:
+        """Return for each leaf that is summed whether a rank has a gradient of it."""
+        mine = torch.frombuffer(bytearray(used), dtype=torch.uint8)
+        self._control.gather(mine, self._maps, Place.LEAVES)
+        return list(map(any, zip(*map(Tensor.tolist, self._maps), strict=True)))
+
+    def _put_losses(self, losses: list[Tensor], factor: float) -> None:
+        """Put the losses, times `factor`, where they are summed."""
+
+        def put() -> None:
+            self._losses.zero_()
+            for place, loss in zip(self._places, losses, strict=False):
+                place.copy_(loss)
+            self._losses.mul_(factor)
+
+        with torch.no_grad(), torch_private.unseen():
+            self._retry("sum the losses of the ranks", put)
+
+    def _add_up(self, losses: list[Tensor], factor: float) -> None:
+        """Sum losses and gradients over the ranks."""
+        self._put_losses(losses, factor)
+        with torch.no_grad(), torch_private.unseen():
+            work = self._retry("sum the losses of the ranks", lambda: self._sum(self._losses))
+            self._sum_gradients(factor)
+            self._wait(work)
+
+    def _finish_sums(self, totals: list[Tensor]) -> None:
+        """Copy the sums of the losses."""
+        with torch.no_grad(), torch_private.unseen():
+            for total, place in zip(totals, self._places, strict=False):
+                total.copy_(place)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others at their next meeting, where they end their call, too."""
+        if self._met or self._control.broken:
+            return
+        self._met = True
+        try:
+            self._send_anything()
+            self._control.meet(Place.GRADIENT, failed=True)
+            self._control.errors(error)
+        except ElasticMBSError as problem:
+            error.add_note(f"elastic_mbs: {problem}")
+
+    def _meet(
+        self, place: Place, values: Sequence[float] = (), own: Exception | None = None
+    ) -> list[Row]:
+        """Meet; raise where a rank has failed, this one by `own`."""
+        self._met = True  # an error in the meeting, or of it, is an error of all ranks
+        try:
+            rows = self._control.meet(place, values, failed=own is not None)
+        except MisuseError:
+            self._send_anything()
+            raise
+        if any(row.failed for row in rows):
+            self._send_anything()
+            self._raise(own)
+        return rows
+
+    def _raise(self, own: Exception | None) -> NoReturn:
+        """Exchange errors, and raise this rank's own, or the one that stands for the others'."""
+        found = self._control.errors(own)
+        if own is not None:
+            raise own
+        raise PeerError(
+            "another rank could not finish this batch, so all ranks have undone it and may go "
+            f"on: {found}"
+        )
+
+    def end(self) -> None:
+        """End a call; see `Peers`. A replica keeps nothing of it."""
+
+    # ------------------------------------------------------------------ beside the calls
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Return a block beside the training calls; see `Peers`. A replica is whole by itself."""
+        return nullcontext()
+
+    def agree(self, error: BaseException | None) -> str:
+        """Vote on an optimizer's step; see `Peers`. It replaces no error."""
+        try:
+            try:
+                rows = self._control.meet(Place.STEP, failed=error is not None)
+            except MisuseError:
+                self._send_for_others()
+                raise
+            failed = any(row.failed for row in rows)
+            if any(row.place != Place.STEP for row in rows):
+                self._send_for_others()
+            return self._control.errors(error) if failed else ""
+        except ElasticMBSError as problem:
+            if error is None:
+                raise
+            error.add_note(f"elastic_mbs: {problem}")
+            return ""
+
+    def leave(self, why: str) -> None:
+        """Leave a note; see `Peers`."""
+        self._control.leave(why)
+
+
+def _check(settings: Settings) -> None:
+    if settings.gradients.noise_scale is not None:
+        raise UnsupportedError(
+            "noise_scale= compares pieces of one rank with the gradient of all ranks: leave it out"
+        )
+
+
+def _check_total(totals: Sequence[float]) -> None:
+    if not any(totals):
+        raise CountError(
+            "the counts of all ranks together are zero, so the loss is a mean over nothing: skip "
+            "such a batch on every rank"
+        )
+
+
+def _form(leaf: Tensor) -> tuple[object, ...]:
+    return tuple(leaf.shape), str(leaf.dtype)

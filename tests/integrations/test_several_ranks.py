@@ -1,0 +1,316 @@
+"""Jobs of several ranks in trainers' own distributed modes train as without the runtime."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from elastic_mbs import ElasticMBS
+from tests.helpers.ddp import FailingBackward, caught, failing
+from tests.helpers.ranks import run_ranks, values
+from tests.helpers.steps import mlp, pairs
+
+pytestmark = [pytest.mark.no_oom_injection]
+
+EXACT = 1e-10
+Left = tuple[list[float], list[Tensor], int]  # losses, weights, failures
+
+
+def as_torchrun(rank: int, world: int) -> None:
+    """Set the variables that torchrun sets."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+
+
+def worst(mine: list[Tensor], stock: list[Tensor]) -> float:
+    return max(
+        float((a - b).abs().max()) / float(b.abs().max()) for a, b in zip(mine, stock, strict=True)
+    )
+
+
+def compared(stock: Left, elastic: Left) -> tuple[float, float, int]:
+    """Return how far losses and weights are from each other, and the failures survived."""
+    losses = max(abs(a - b) / abs(b) for a, b in zip(elastic[0], stock[0], strict=True))
+    return losses, worst(elastic[1], stock[1]), elastic[2]
+
+
+# ---------------------------------------------------------------------- prepared loops
+
+
+def prepared_loop(
+    setup: Any, elastic: Any, backward: Any, *, rank: int, with_runtime: bool
+) -> Left:
+    plain = mlp().double()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    x, y = pairs(32)
+    model, optimizer, loader = setup(plain, optimizer, TensorDataset(x.double(), y))
+    losses, ooms = [], 0
+
+    def loss_fn(batch: Any) -> Tensor:
+        return functional.cross_entropy(failing(model(batch[0])), batch[1])
+
+    mbs: ElasticMBS | None = elastic(model) if with_runtime else None
+    for step, batch in enumerate(loader):
+        optimizer.zero_grad()
+        if mbs is None:
+            loss = loss_fn(batch)
+            backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            continue
+        FailingBackward.left = int(rank == 1 and step % 2 == 0)
+        result = mbs.backward(loss_fn, batch)
+        losses.append(result.loss.item())
+        ooms += result.ooms
+        mbs.optimizer_step(optimizer)
+    if mbs is not None:
+        mbs.close()
+    return losses, [each.detach() for each in plain.parameters()], ooms
+
+
+def means(losses: list[float]) -> list[float]:
+    """Return the means over the ranks."""
+    total = torch.tensor(losses, dtype=torch.float64)
+    torch.distributed.all_reduce(total)
+    return (total / torch.distributed.get_world_size()).tolist()
+
+
+def in_accelerate(rank: int, world: int) -> tuple[float, float, int]:
+    from accelerate import Accelerator
+
+    from elastic_mbs.integrations.accelerate import elastic
+
+    as_torchrun(rank, world)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == world
+
+    def setup(model: nn.Module, optimizer: Any, dataset: Any) -> Any:
+        return accelerator.prepare(model, optimizer, DataLoader(dataset, 4))
+
+    stock, mine = (
+        prepared_loop(
+            setup,
+            lambda model: elastic(accelerator, model),
+            accelerator.backward,
+            rank=rank,
+            with_runtime=with_runtime,
+        )
+        for with_runtime in (False, True)
+    )
+    return compared((means(stock[0]), *stock[1:]), mine)
+
+
+def in_fabric(rank: int, world: int) -> tuple[float, float, int]:
+    from lightning.fabric import Fabric
+
+    from elastic_mbs.integrations.fabric import elastic
+
+    as_torchrun(rank, world)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp", precision="64-true")
+    fabric.launch()
+    assert fabric.world_size == world
+
+    def setup(model: nn.Module, optimizer: Any, dataset: Any) -> Any:
+        loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, shuffle=False))
+        return *fabric.setup(model, optimizer), loader
+
+    stock, mine = (
+        prepared_loop(
+            setup,
+            lambda model: elastic(fabric, model),
+            fabric.backward,
+            rank=rank,
+            with_runtime=with_runtime,
+        )
+        for with_runtime in (False, True)
+    )
+    return compared((means(stock[0]), *stock[1:]), mine)
+
+
+@pytest.mark.parametrize("framework", [in_accelerate, in_fabric])
+def test_a_loop_on_several_ranks_trains_the_same_while_one_runs_out(framework: Any) -> None:
+    (losses, weights, undisturbed), (others, own, survived) = values(run_ranks(framework))
+    assert max(weights, own) < EXACT
+    assert max(losses, others) < 1e-6  # Fabric gives outputs in float32
+    assert undisturbed == 0 < survived
+
+
+def not_prepared(rank: int, world: int) -> str:
+    from accelerate import Accelerator
+
+    from elastic_mbs.integrations.accelerate import elastic
+
+    as_torchrun(rank, world)
+    accelerator = Accelerator(cpu=True)
+    return caught(lambda: elastic(accelerator, mlp()))
+
+
+def test_a_model_that_was_not_prepared_is_refused_on_all_ranks() -> None:
+    for found in values(run_ranks(not_prepared)):
+        assert found.startswith("UsageError: the model is in no DistributedDataParallel")
+
+
+# ---------------------------------------------------------------------- transformers' Trainer
+
+
+def in_trainer(rank: int, world: int, folder: str, kind: str, steps: int) -> tuple[float, ...]:
+    """Return how far weights and logged losses are apart, and the failures survived."""
+    import transformers
+
+    from elastic_mbs.integrations.transformers import elastic_trainer
+    from tests.integrations.trainer_runs import KINDS, rows, trainer
+
+    as_torchrun(rank, world)
+    os.chdir(folder)
+    Tensor.float = Tensor.double  # type: ignore[method-assign]  # losses begin with logits.float()
+    transformers.logging.set_verbosity_error()
+    model, labels, options = KINDS[kind]
+    options |= {
+        "gradient_accumulation_steps": steps,
+        "per_device_train_batch_size": 4,
+        "ddp_find_unused_parameters": True,
+    }
+
+    class Failing:
+        """A hook that runs out of memory on the last rank."""
+
+        def __init__(self) -> None:
+            self.left = 2 if rank == world - 1 else 0
+
+        def __call__(self, *args: Any) -> None:
+            if self.left and torch.is_grad_enabled():  # not in the comparison before training
+                self.left -= 1
+                raise torch.OutOfMemoryError("injected: out of memory in forward")
+
+    stock = trainer(transformers.Trainer, model(), rows(labels, 32), **options)
+    stock.train()
+    mine = trainer(
+        elastic_trainer(transformers.Trainer),
+        model(),
+        rows(labels, 32),
+        elastic={},
+        **options | {"save_strategy": "epoch"},
+    )
+    next(mine.model.children()).register_forward_hook(Failing())
+    mine.train()
+    logs = [
+        [entry["loss"] for entry in each.state.log_history if "loss" in entry]
+        for each in (stock, mine)
+    ]
+    loss = max(abs(a - b) / abs(b) for a, b in zip(*logs, strict=True))
+    weights = [[p.detach() for p in each.model.parameters()] for each in (mine, stock)]
+    return worst(*weights), loss, len(logs[0]), mine.elastic.stats.ooms
+
+
+@pytest.mark.parametrize("kind", ["causal, rows without labels", "uncounted"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_trainer_on_several_ranks_trains_and_logs_the_same(
+    kind: str, steps: int, tmp_path: Any
+) -> None:
+    found = values(run_ranks(in_trainer, str(tmp_path), kind, steps))
+    assert [ooms > 0 for *_, ooms in found] == [False, True]
+    assert max(weights for weights, *_ in found) < EXACT
+    assert max(loss for _, loss, *_ in found) < 1e-5  # the trainer adds losses up in float32
+    assert found[0][2] == 32 // (4 * 2 * steps)  # rank 0 logs
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    kept = {path.name for path in checkpoint.glob("elastic_mbs*")}
+    assert kept == {"elastic_mbs.rank0.json", "elastic_mbs.rank1.json"}
+
+
+def gathering(rank: int, world: int, folder: str) -> str:
+    from trl import SFTTrainer
+
+    from elastic_mbs.integrations.transformers import elastic_trainer
+    from tests.integrations.test_trl import sft
+
+    as_torchrun(rank, world)
+    os.chdir(folder)
+    return caught(lambda: sft(elastic_trainer(SFTTrainer)))
+
+
+def test_a_trainer_that_gathers_in_its_steps_is_refused_on_all_ranks(tmp_path: Any) -> None:
+    for found in values(run_ranks(gathering, str(tmp_path))):
+        assert found.startswith("UnsupportedError: SFTTrainer gathers its metrics"), found
+
+
+# ---------------------------------------------------------------------- Lightning
+
+
+def in_lightning(rank: int, world: int, accumulated: int) -> tuple[float, float, int]:
+    """Return how far weights and all logs are apart, and the failures survived."""
+    from elastic_mbs.integrations.lightning import ElasticCallback
+    from tests.integrations import lightning_runs
+    from tests.integrations.lightning_runs import Run, fit, loader
+
+    class Net(lightning_runs.Net):
+        """Logs of one rank and of all, and metrics of all."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = self(batch)
+            loss = functional.cross_entropy(output, batch[1])
+            self.train_f1(output, batch[1])
+            self.log("loss", loss, on_epoch=True)
+            self.log("everywhere", loss, on_epoch=True, sync_dist=True)
+            self.log("train_f1", self.train_f1, on_step=False, on_epoch=True)
+            return {"loss": loss, "mean": output.mean()}
+
+    as_torchrun(rank, world)
+    options: dict[str, Any] = {
+        "strategy": "ddp_find_unused_parameters_true",
+        "devices": world,
+        "accumulate_grad_batches": accumulated,
+        "train": loader(32),
+        "val": [loader(16, 1)],
+    }
+    stock = fit(Net(), **options)
+    callback = ElasticCallback()
+    mine = fit(Net(fits=3 if rank == world - 1 else 8), [callback], **options)
+
+    def logged(run: Run) -> list[float]:
+        return [float(value) for _, line in run.lines for _, value in sorted(line.items())]
+
+    def weights(run: Run) -> list[Tensor]:
+        return [each.detach() for each in run.module.parameters()]
+
+    pairs_of_logs = zip(logged(mine), logged(stock), strict=True)
+    logs = max((abs(a - b) / (abs(b) or 1.0) for a, b in pairs_of_logs), default=0.0)
+    return worst(weights(mine), weights(stock)), logs, callback.runtime.stats.ooms
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_lightning_on_several_ranks_trains_and_logs_the_same(accumulated: int) -> None:
+    found = values(run_ranks(in_lightning, accumulated))
+    assert [ooms > 0 for *_, ooms in found] == [False, True]
+    assert max(weights for weights, *_ in found) < EXACT
+    assert max(logs for _, logs, _ in found) < EXACT
+
+
+def manually(rank: int, world: int) -> str:
+    from elastic_mbs.integrations.lightning import ElasticCallback
+    from tests.integrations.lightning_runs import Net, fit, loader
+
+    as_torchrun(rank, world)
+    module = Net()
+    module.automatic_optimization = False
+    options: dict[str, Any] = {"strategy": "ddp", "devices": world}
+    options |= {"train": loader(16), "val": []}
+    return caught(lambda: fit(module, [ElasticCallback()], **options))
+
+
+def test_manual_optimization_is_refused_on_all_ranks() -> None:
+    for found in values(run_ranks(manually)):
+        assert found.startswith("UnsupportedError: manual optimization under DDPStrategy")
