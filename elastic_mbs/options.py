@@ -186,12 +186,12 @@ class DistributedOptions(_Group):
         timeout: seconds that a rank waits for the others where they meet. It has to be longer than
             what one of them does alone: an evaluation, a checkpoint, replays.
         overlap: sum gradients while the last piece's backward still runs, which takes one more copy
-            of them. False: sum them after it.
+            of them; for DDP.
         mode: "local" gathers a model of `fully_shard` once a call. "lockstep" is not built.
     """
 
     timeout: float = 600.0
-    overlap: bool = True
+    overlap: bool = False
     mode: Literal["local", "lockstep"] = "local"
 
     def __post_init__(self) -> None:
