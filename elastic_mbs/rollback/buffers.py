@@ -164,13 +164,16 @@ class BufferCopies:
         self._call = self._piece = None
 
     def leave_device(self) -> None:
-        """Put copies on the host from now on: they can be what a piece has no room for."""
+        """Put copies on the host from now on: they can be what a piece has no room for.
+
+        Where the host has no room, the ones that are left stay where they are.
+        """
+        for memory in self._memory:
+            memory.leave_device()
         with torch.inference_mode(False), self._on_host():
             for snapshot in (self._call, self._piece):
                 if snapshot is not None:
                     snapshot.leave_device()
-        for memory in self._memory:
-            memory.leave_device()
 
     # ------------------------------------------------------------------ what there is to copy
 
