@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.batch.transfer import Loader
@@ -24,7 +26,7 @@ from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.hooks import AttemptHooks
 from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.report import CallReport
-from elastic_mbs.engine.shared.companions import reached
+from elastic_mbs.engine.shared.companions import NEAR, can_keep_state, reached
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
 from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.resources import Resources
@@ -83,18 +85,40 @@ class CallParts:
     report: CallReport
 
     def learn_end(self) -> None:
-        """Keep the companions whose state has changed, at the end of a first call."""
+        """Keep the companions with state, at the end of a first call."""
         if not self.profile.seen:
             self.profile.learn_end()
             model, changes = self.resources.model, self.resources.buffers.changes
-            model.accompany(list(filter(changes, model.companions)))
+            model.accompany(
+                [each for each in model.companions if changes(each) or _is_a_metric(each)]
+            )
 
 
-def _look_around(resources: Resources, batch: Batch) -> None:
-    """Take over the modules and generators that a step can reach, in its first call."""
-    found = reached(batch.sources())
-    resources.model.accompany([*resources.model.companions, *found.modules])
-    resources.take_over(found.generators)
+def _is_a_metric(module: nn.Module) -> bool:
+    """Return whether a module has state and nothing to train: a metric, a queue, a normaliser.
+
+    A step can begin to use it in a later call.
+    """
+    return next(module.parameters(), None) is None and can_keep_state(module)
+
+
+def _look_around(resources: Resources, batch: Batch, *, first: bool) -> None:
+    """Take over the modules and generators that a step can reach.
+
+    Args:
+        resources: the model and its devices.
+        batch: the batch of the call.
+        first: it is the first call of its loss function.
+    """
+    model = resources.model
+    if first:
+        found = reached(batch.sources())
+        model.accompany([*model.companions, *found.modules])
+    else:
+        found = reached(batch.sources(), known=model.met, most=NEAR)
+        if found.modules or model.nearby:
+            model.accompany(model.companions, filter(can_keep_state, found.modules))
+    resources.take_over(found.generators, for_good=first)
 
 
 def _escalated(resources: Resources, batch: Batch, profile: LossProfile) -> tuple[str, ...]:
@@ -116,8 +140,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     snapshot = Snapshot(resources, (key, batch.identity))
     resources.refresh_model()
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
-    if not profile.seen:
-        _look_around(resources, batch)
+    _look_around(resources, batch, first=not profile.seen)
     gradients = CallGradients(resources, profile, training=batch.training)
     decision = knowledge.controller.begin(key, view.worth, view.elements)
     progress = Progress(_schedule(resources, batch), decision.size)

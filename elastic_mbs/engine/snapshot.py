@@ -29,8 +29,8 @@ class Snapshot:
 
     start: StreamState | None = None
     piece: StreamState | None = None
-    _modes: Modes = ()  # of the modules, when the call's first attempt began
-    _attempt_modes: Modes = ()  # of the modules, when the running attempt began
+    _modes = Modes()  # of the modules, when the call's first attempt began
+    _attempt_modes = Modes()  # of the modules, when the running attempt began
     _number = 0  # of the call, in which the copies of the buffers were taken
     _grad_enabled: bool = True  # when the running attempt began
 
@@ -52,7 +52,7 @@ class Snapshot:
         resources = self._resources
         streams = resources.streams.read(hosts=True)
         model = resources.model
-        resources.buffers.begin_call(model.modules, self._key, model.companions)
+        resources.buffers.begin_call(model.modules, self._key, [*model.companions, *model.nearby])
         self._number = resources.buffers.calls
         self.start = self.piece = streams
 
@@ -77,7 +77,8 @@ class Snapshot:
         """Take the modules' modes and the gradient mode, as an attempt begins."""
         self._grad_enabled = torch.is_grad_enabled()
         self._attempt_modes = self._resources.model.training()
-        self._modes = self._modes or self._attempt_modes
+        if not self._modes.modules:
+            self._modes = self._attempt_modes
 
     # ------------------------------------------------------------------ putting it back
 

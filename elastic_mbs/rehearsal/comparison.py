@@ -98,7 +98,7 @@ class Comparison:
     @property
     def modules(self) -> list[nn.Module]:
         """The modules of the model, and others that have run."""
-        return [*self.resources.model.modules, *self.kept.modules]
+        return [*self.resources.model.every, *self.kept.modules]
 
     # ------------------------------------------------------------------ runs
 

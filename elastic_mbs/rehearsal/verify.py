@@ -106,7 +106,7 @@ def verify(
     snapshot = Snapshot(resources, VerifyReport)
     # Set aside, whatever loss_fn does: nothing here adds to them. It may have frozen some, too.
     gradients = [(each, each.grad, each.requires_grad) for each in _parameters(resources)]
-    kept = Kept(resources.model.modules)
+    kept = Kept(resources.model.every)  # the snapshot has the state of all of these
 
     def put_back() -> None:
         resources.retry("put buffers and random streams back", snapshot.restore)

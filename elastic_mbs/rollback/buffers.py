@@ -39,6 +39,7 @@ from elastic_mbs.rollback.places import (
 )
 
 _BUFFERS, _TRAINING = attrgetter("_buffers"), attrgetter("training")
+_SMALL = 4096  # bytes of a tensor whose copy costs next to nothing
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class _Layout:
         modules: the modules.
         owners: the `_buffers` of each module.
         names: the names of the buffers.
+        beside: ids of the modules that were not given: a step can begin to use one in any call.
         known: a clean piece of this loss function in these modes was seen.
         changing: the places that change.
         still: the places that are not known to change.
@@ -63,6 +65,7 @@ class _Layout:
     modules: Sequence[nn.Module] = ()
     owners: Sequence[dict[str, Tensor | None]] = ()
     names: Sequence[str] = ()
+    beside: frozenset[int] = frozenset()
     known: bool = False
     changing: Places = NOWHERE
     still: Places = NOWHERE
@@ -95,6 +98,9 @@ class BufferCopies:
     call looks at everything that modules keep, copies buffers and attributes to the host and
     compares values. Running statistics that can change always count as changing, because eager
     BatchNorm does not raise their version. Copies go to the host where they do not fit.
+
+    A module that was not given can come into use in a later call, or be new there. Its numbers,
+    containers and small tensors are kept in every call, and all of its tensors where it is new.
     """
 
     def __init__(self, on_host: Callable[[], Any] = nullcontext) -> None:
@@ -135,7 +141,7 @@ class BufferCopies:
         Args:
             modules: the modules that were given.
             key: the loss function. The facts about one say nothing of another.
-            companions: other modules whose state the loss function is known to change.
+            companions: other modules whose state the loss function can change.
         """
         self.calls += 1
         # None until there is one: a failure before that leaves nothing to put back.
@@ -151,12 +157,15 @@ class BufferCopies:
             and names == layout.names
             and every == layout.modules
         )
+        new: frozenset[int] = frozenset()
         if not same or not all(map(is_, owners, layout.owners)):
-            layout = self._look(_Layout(key, modes, list(every), owners, names), len(modules))
+            beside = frozenset(map(id, companions))
+            new = beside - layout.beside
+            layout = self._look(_Layout(key, modes, list(every), owners, names, beside))
             self._layout = layout
         self._still, self._moved = NOTHING, set()
         if layout.still.names:
-            self._still = self._kept(layout)
+            self._still = self._kept(layout, new)
         self._call = self._piece = self._take(0) if self.busy else NOTHING
 
     def end_call(self) -> None:
@@ -177,20 +186,17 @@ class BufferCopies:
 
     # ------------------------------------------------------------------ what there is to copy
 
-    def _look(self, layout: _Layout, given: int) -> _Layout:
-        """Find out which state changes.
-
-        Args:
-            layout: the modules.
-            given: how many of them were given: it is not known yet whether the others run.
-        """
+    def _look(self, layout: _Layout) -> _Layout:
+        """Find out which state of the layout's modules changes."""
         known, learned = (layout.key, layout.modes) in self._learned, self._changing
         changing, still = list[Place](), list[Place]()
-        for n, module in enumerate(layout.modules):
+        for module in layout.modules:
+            beside = id(module) in layout.beside
             for place in _places_of(module):
-                if place.key in learned or ((known or n < given) and _always_changes(place)):
+                # In a first call it is not known yet whether modules that were not given run.
+                if place.key in learned or ((known or not beside) and _always_changes(place)):
                     changing.append(place)
-                elif not known or place.kind == "buffer":
+                elif not known or place.kind == "buffer" or (beside and place.kind != "parameter"):
                     still.append(place)
         return replace(
             layout,
@@ -201,6 +207,7 @@ class BufferCopies:
                 module
                 for module in layout.modules
                 if not known
+                or id(module) in layout.beside
                 or _numbers(module) in learned
                 or (module._buffers and not _keeps_statistics(module))
             ],
@@ -208,7 +215,7 @@ class BufferCopies:
                 (module, name)
                 for module in layout.modules
                 for name in containers_of(module)
-                if not known or (id(vars(module)), name) in learned
+                if not known or id(module) in layout.beside or (id(vars(module)), name) in learned
             ],
         )
 
@@ -217,23 +224,33 @@ class BufferCopies:
         keys = {id(module._buffers), id(module._parameters), id(vars(module))}
         return any(owner in keys for owner, _ in self._changing)
 
-    def _kept(self, layout: _Layout) -> Snapshot:
+    def _kept(self, layout: _Layout, new: frozenset[int]) -> Snapshot:
         """Return the state that is not known to change; in a first call with its values.
 
         Parameters are too large to keep: versions tell of them.
+
+        Args:
+            layout: the modules.
+            new: ids of the modules that no earlier call has met.
         """
         tensors = layout.still.hanging()
-        kept = [
-            None if layout.known or place.kind == "parameter" else self._host_copy(tensor)
-            for place, tensor in zip(layout.still.all, tensors, strict=True)
-        ]
+        kept: list[Tensor | None] = [None] * len(tensors)
+        if layout.beside or not layout.known:
+            for i, (place, tensor) in enumerate(zip(layout.still.all, tensors, strict=True)):
+                if place.kind == "parameter" or not copyable(tensor):
+                    continue
+                if not layout.known or id(place.module) in new:
+                    kept[i] = self._host_copy(tensor)
+                elif id(place.module) in layout.beside and tensor.nbytes <= _SMALL:
+                    with torch.inference_mode(False):
+                        kept[i] = tensor.detach().clone()
         return NOTHING._replace(
             places=layout.still, tensors=tensors, copies=kept, versions=versions(tensors)
         )
 
-    def _host_copy(self, tensor: Any) -> Tensor | None:
+    def _host_copy(self, tensor: Tensor) -> Tensor:
         with torch.inference_mode(False), self._on_host():
-            return tensor.detach().to("cpu", copy=True) if copyable(tensor) else None
+            return tensor.detach().to("cpu", copy=True)
 
     # ------------------------------------------------------------------ around a piece
 
@@ -287,7 +304,9 @@ class BufferCopies:
             known=True,
             changing=Places.of([*layout.changing.all, *new.all]),
             containers=[
-                each for each in layout.containers if (id(vars(each[0])), each[1]) in self._changing
+                (module, name)
+                for module, name in layout.containers
+                if id(module) in layout.beside or (id(vars(module)), name) in self._changing
             ],
         )
         self._moved = self._moved | moved

@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import methodcaller
+from operator import is_, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from elastic_mbs.device import RandomStream, accelerator_of
 
 _GET_STATE = methodcaller("get_state")
+_Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads a state, puts one back
 
 
 class StreamState(NamedTuple):
@@ -44,29 +45,30 @@ class RandomStreams:
     """
 
     def __init__(self, generators: Sequence[Any], devices: Iterable[torch.device]) -> None:
-        self._torch: list[RandomStream] = [torch.default_generator]
+        self._defaults: list[RandomStream] = [torch.default_generator]
         for accelerator in map(accelerator_of, devices):
             if accelerator is not None:
-                self._torch.append(accelerator.random_stream)
-        self._hosts: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-            (random.getstate, random.setstate)
-        ]
-        self._own: list[Any] = []  # the user's own, known by identity
-        self.add(generators)
-        self._knows_numpy = False
+                self._defaults.append(accelerator.random_stream)
+        self._torch = self._defaults
+        self._hosts: list[_Accessors] = [(random.getstate, random.setstate)]
+        self._numpy: list[_Accessors] = []  # its global stream, once it is known
+        self._own: list[Any] = []
         self.draws_on_host = False
+        self.follow(generators)
 
-    def add(self, generators: Iterable[Any]) -> None:
-        """Read these generators of the user's, too. No call may be running."""
-        known = set(map(id, self._own))
-        for generator in generators:
-            if id(generator) in known or any(generator is each for each in self._torch):
-                continue
-            self._own.append(generator)
-            if isinstance(generator, torch.Generator):
-                self._torch.append(generator)
-            else:
-                self._hosts.append(_accessors(generator))
+    def follow(self, generators: Iterable[Any]) -> None:
+        """Read these generators of the user's from now on, and no others, between two calls."""
+        every = {id(generator): generator for generator in generators}
+        for generator in self._defaults:
+            every.pop(id(generator), None)
+        own = list(every.values())
+        if len(own) == len(self._own) and all(map(is_, own, self._own)):
+            return
+        self._own = own
+        of_torch = [each for each in own if isinstance(each, torch.Generator)]
+        others = [each for each in own if not isinstance(each, torch.Generator)]
+        self._torch = [*self._defaults, *of_torch]
+        self._hosts = [self._hosts[0], *map(_accessors, others), *self._numpy]
 
     def read(self, *, hosts: bool = False) -> StreamState:
         """Return the present states.
@@ -77,12 +79,12 @@ class RandomStreams:
         generators = tuple(map(_GET_STATE, self._torch))
         if not hosts and not self.draws_on_host:
             return StreamState(generators, None)
-        if not self._knows_numpy and "numpy" in sys.modules:
+        if not self._numpy and "numpy" in sys.modules:
             # Here, because numpy itself loads it when a step first draws, and its stream would then
             # not have been read.
             numpy: Any = importlib.import_module("numpy.random")
-            self._hosts.append((partial(numpy.get_state, legacy=False), numpy.set_state))
-            self._knows_numpy = True
+            self._numpy.append((partial(numpy.get_state, legacy=False), numpy.set_state))
+            self._hosts = [*self._hosts, *self._numpy]
         return StreamState(generators, tuple([get() for get, _ in self._hosts]))
 
     def restore(self, state: StreamState) -> None:
@@ -112,7 +114,7 @@ class RandomStreams:
         if since.hosts is None:
             return False
         new = len(self._hosts) > len(since.hosts) or (
-            not self._knows_numpy and "numpy.random" in sys.modules
+            not self._numpy and "numpy.random" in sys.modules
         )
         return new or any(
             not _equal(get(), value)
@@ -125,7 +127,7 @@ class RandomStreams:
         return self.moved(since)
 
 
-def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _accessors(generator: Any) -> _Accessors:
     if hasattr(generator, "getstate"):
         return generator.getstate, generator.setstate
     if hasattr(generator, "get_state"):

@@ -328,3 +328,17 @@ def test_the_first_batch_of_a_process_is_gone_without_a_collection() -> None:
         [sys.executable, "-c", _ALIVE], capture_output=True, text=True, check=False
     )
     assert not done.returncode, done.stderr
+
+
+def test_modules_that_nobody_gave_stay_in_their_mode() -> None:
+    model = mlp()
+    judge = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+    teacher = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double().eval()
+    teacher[0].train()
+    before = [each.training for each in (*judge.modules(), *teacher.modules())]
+
+    def loss_fn(b: Pair) -> Any:
+        return (judge(model(b[0])).squeeze(1) - teacher(b[0]).mean(1)).square().mean()
+
+    elastic(model, micro_batch_size=4).backward(loss_fn, pairs(8))
+    assert [each.training for each in (*judge.modules(), *teacher.modules())] == before

@@ -2,8 +2,9 @@
 
 A discriminator's statistics, a centre or a queue in a module of the loss: a replay would move them
 twice. A generator of the user's own would go on from where a failed attempt has left it. They are
-looked for once for each loss function, in what the function can reach by name: its closure, the
-globals that its code names, the object that it is bound to, its arguments, and so on from there.
+looked for in what the loss function can reach by name: its closure, the globals that its code
+names, the object that it is bound to, its arguments, and so on from there. The first call of a loss
+function looks far; later ones look at the nearest objects alone, for what has been made since.
 Nothing is put in the way of the step itself: a hook on every module would make `torch.compile`
 compile twice.
 """
@@ -14,7 +15,8 @@ import functools
 import inspect
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -22,13 +24,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elastic_mbs.rollback.random_streams import check_generators
+from elastic_mbs.rollback.places import containers_of, plain_of, tensors_of
 
-_MOST = 5_000  # objects that are looked at
+FAR, NEAR = 5_000, 100  # objects that are looked at
 _NUMPYS = {"numpy.random._generator", "numpy.random.mtrand"}
 _CONTAINERS = {dict, list, tuple, set, frozenset}
 _LONG = 100  # items: a longer container holds data
 _FOREIGN = {"torch", "numpy", "elastic_mbs", *sys.stdlib_module_names}  # code without modules
+_ATOMS = {type(None), bool, int, float, str, bytes, torch.Tensor, nn.Parameter, torch.device}
 
 
 class Reached(NamedTuple):
@@ -38,26 +41,47 @@ class Reached(NamedTuple):
     generators: list[Any]
 
 
-def reached(sources: Iterable[object]) -> Reached:
-    """Return the modules and random generators that can be reached from some objects."""
+def reached(
+    sources: Iterable[object], *, known: Container[nn.Module] = (), most: int = FAR
+) -> Reached:
+    """Return the modules and random generators that can be reached from some objects.
+
+    Args:
+        sources: the objects.
+        known: modules that are left out, with everything behind them.
+        most: the number of objects to look at, the nearest ones first.
+    """
     found: dict[nn.Module, None] = {}
     generators: list[Any] = []
     seen: set[int] = set()
-    layer = list(sources)
-    while layer and len(seen) < _MOST:  # the nearest ones first
-        following: list[Any] = []
-        for value in layer:
-            if id(value) in seen:
+    waiting = deque(sources)
+    while waiting and len(seen) < most:
+        value = waiting.popleft()
+        kind: Any = type(value)  # mypy takes a class for one without a hash
+        if kind in _ATOMS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            if value in known:
                 continue
-            seen.add(id(value))
-            if isinstance(value, nn.Module):
-                found.update(dict.fromkeys(filter(_is_readable, value.modules())))
-            if _is_generator(value):
-                generators.append(value)
-            else:
-                following += _next(value)
-        layer = following
-    return Reached(list(found), generators)
+            found.update(dict.fromkeys(filter(_is_readable, value.modules())))
+        if _is_generator(kind):
+            generators.append(value)
+        else:
+            waiting.extend(_next(value))
+    return Reached([module for module in found if module not in known], generators)
+
+
+def can_keep_state(module: nn.Module) -> bool:
+    """Return whether a step can change state of a module.
+
+    Of torch's own modules a step changes running statistics. A module of the user's can change its
+    buffers, and its attributes that are tensors, containers or numbers.
+    """
+    if type(module).__module__.startswith("torch.nn."):
+        return "running_mean" in module._buffers
+    numbers = any(type(value) in {int, float} for value in plain_of(module).values())
+    return bool(numbers or module._buffers or tensors_of(module) or containers_of(module))
 
 
 def caller() -> Iterator[Any]:
@@ -75,7 +99,8 @@ def caller() -> Iterator[Any]:
 
 def _next(value: Any) -> Iterable[Any]:
     """Return what is reached from a value in one step."""
-    kind = type(value)  # nothing of the user's runs: an object can make its attributes when asked
+    kind: Any = type(value)
+    # Nothing of the user's runs: an object can make its attributes when asked.
     if kind is FunctionType:
         return _of_function(value)
     if kind is MethodType:
@@ -85,7 +110,7 @@ def _next(value: Any) -> Iterable[Any]:
     if kind in _CONTAINERS:
         items = value.values() if kind is dict else value
         return items if len(value) <= _LONG else ()
-    if issubclass(kind, type | ModuleType | BuiltinFunctionType | torch.Tensor):
+    if _leads_nowhere(kind):
         return ()
     try:
         own = object.__getattribute__(value, "__dict__")
@@ -93,7 +118,7 @@ def _next(value: Any) -> Iterable[Any]:
         return ()
     if "__wrapped__" in own:
         return (own["__wrapped__"],)
-    if all(_room(base.__module__) in _FOREIGN for base in kind.__mro__):
+    if _is_foreign(kind):
         return ()
     # What an object of the user's does when it is called is in a function of its class.
     code = "forward" if issubclass(kind, nn.Module) else "__call__"
@@ -130,10 +155,20 @@ def _room(name: str | None) -> str:
     return (name or "").partition(".")[0]
 
 
-def _is_generator(value: object) -> bool:
-    kind = type(value)
-    known = issubclass(kind, torch.Generator | random.Random) or kind.__module__ in _NUMPYS
-    return known and check_generators([value]) is None
+# Asked of the same few classes in every call.
+@functools.lru_cache(1024)
+def _leads_nowhere(kind: type) -> bool:
+    return issubclass(kind, type | ModuleType | BuiltinFunctionType | torch.Tensor)
+
+
+@functools.lru_cache(1024)
+def _is_foreign(kind: type) -> bool:
+    return all(_room(base.__module__) in _FOREIGN for base in kind.__mro__)
+
+
+@functools.lru_cache(1024)
+def _is_generator(kind: type) -> bool:
+    return issubclass(kind, torch.Generator | random.Random) or kind.__module__ in _NUMPYS
 
 
 def _is_readable(module: nn.Module) -> bool:

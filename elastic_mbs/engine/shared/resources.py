@@ -31,7 +31,7 @@ from elastic_mbs.memory.sensor import trouble_with
 from elastic_mbs.options import Settings
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.gradients import Ledger
-from elastic_mbs.rollback.random_streams import RandomStreams
+from elastic_mbs.rollback.random_streams import RandomStreams, check_generators
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Resources:
         self._retries: int | None = None  # of the allocator, when they were last read
         self._reading: Reading | None = None
         self._capacity: Capacity | None = None
-        self._generators = list(settings.recovery.generators)
+        self._generators = list(settings.recovery.generators)  # named, or found in first calls
         self._place()
 
     def _place(self) -> None:
@@ -145,10 +145,19 @@ class Resources:
         if self.model.refresh():
             self.ledger.set_leaves(self.model.leaves)
 
-    def take_over(self, generators: list[Any]) -> None:
-        """Put these random generators back after failures, too."""
-        self._generators += generators
-        self.streams.add(generators)
+    def take_over(self, generators: list[Any], *, for_good: bool) -> None:
+        """Put these random generators back after failures, too, where their states can be read.
+
+        Args:
+            generators: generators that were found.
+            for_good: in all later calls; else in this one alone.
+        """
+        known = set(map(id, self._generators))
+        new = [each for each in generators if id(each) not in known]
+        new = [each for each in new if check_generators([each]) is None]
+        if for_good:
+            self._generators += new
+        self.streams.follow([*self._generators, *new])
 
     def forget_model(self) -> None:
         """Drop the view of the model: it can have changed without the ledger's knowledge."""

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -14,7 +15,12 @@ from torch import nn
 from elastic_mbs.device import with_index
 from elastic_mbs.errors import UnsupportedError, UsageError
 
-Modes = Sequence[bool]  # whether each module is in training mode
+
+class Modes(NamedTuple):
+    """The training mode of each of some modules."""
+
+    modules: Sequence[nn.Module] = ()
+    training: Sequence[bool] = ()
 
 
 class TrainedModel:
@@ -24,8 +30,11 @@ class TrainedModel:
         roots: the modules that the user gave.
         modules: these and everything below them.
         companions: modules that were not given: those that a loss function can reach in its first
-            call, and then those whose state a step was seen to change.
-        every: the modules and the companions.
+            call, and then those that keep state.
+        nearby: modules that were not given and that were made since, as far as the latest call can
+            reach them.
+        every: the modules, the companions and the modules nearby.
+        met: all modules that first calls have met.
         leaves: the trainable parameters.
         generation: the number of changes of leaves or modules that were found.
         group: the number of samples that have to stay together: a module with a `batch_group`
@@ -36,7 +45,9 @@ class TrainedModel:
         self.roots = tuple(modules_of(model))
         self.modules: list[nn.Module] = []
         self.companions: list[nn.Module] = []
+        self.nearby: list[nn.Module] = []
         self.every = self.modules
+        self.met: WeakSet[nn.Module] = WeakSet()
         self.leaves: list[torch.Tensor] = []
         self.generation = 0
         self.group = 1
@@ -62,6 +73,7 @@ class TrainedModel:
             )
             self._set_group(math.lcm(*(getattr(module, "batch_group", 1) for module in modules)))
             self.modules, self._children = modules, _values(_MODULES, modules)
+            self.met.update(modules)
             self.accompany(self.companions)
         parameters = _values(_PARAMETERS, self.modules)
         trainable = list(map(getattr, parameters, repeat("requires_grad"), repeat(False)))
@@ -72,12 +84,19 @@ class TrainedModel:
         self.generation += 1
         return True
 
-    def accompany(self, companions: Iterable[nn.Module]) -> None:
-        """Take these modules as companions, but for those that are in the model (by now)."""
+    def accompany(self, companions: Iterable[nn.Module], nearby: Iterable[nn.Module] = ()) -> None:
+        """Take these modules as companions, but for those that are in the model (by now).
+
+        Args:
+            companions: modules that stay with the model.
+            nearby: modules of this call alone.
+        """
         given = set(map(id, self.modules))
-        every = dict.fromkeys(companions)
-        self.companions = [module for module in every if id(module) not in given]
-        self.every = [*self.modules, *self.companions] if self.companions else self.modules
+        self.companions = [each for each in dict.fromkeys(companions) if id(each) not in given]
+        self.nearby = list(nearby)
+        self.met.update(self.companions)
+        beside = [*self.companions, *self.nearby]
+        self.every = [*self.modules, *beside] if beside else self.modules
 
     def _set_group(self, group: int) -> None:
         if self._children is not None and self.group % group:
@@ -94,17 +113,15 @@ class TrainedModel:
 
     def training(self) -> Modes:
         """Return the training mode of each module."""
-        return list(map(_TRAINING, self.every))
+        return Modes(self.every, list(map(_TRAINING, self.every)))
 
     def restore(self, modes: Modes) -> None:
         """Put back the modes that a failed step can have switched, and the leaves it has frozen.
 
         Args:
-            modes: the training mode of each module; empty to leave them.
+            modes: the modules with their modes; empty to leave them.
         """
-        # The companions can have become fewer since, at the end of a first call.
-        modules = self.every if len(modes) == len(self.every) else self.modules
-        for module, training in zip(modules, modes, strict=False):
+        for module, training in zip(modes.modules, modes.training, strict=True):
             module.training = training
         for leaf in self.leaves:
             # others can have been quantised

@@ -1,0 +1,215 @@
+"""Promise 3 for state that begins to change, or that is new, after a function's first call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elastic_mbs import ElasticMBS, StepResult
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.steps import elastic, mlp, pairs, there
+from tests.helpers.strikes import every_operation
+from tests.helpers.unnamed import Metric, Step, by_hand, same
+
+pytestmark = pytest.mark.no_oom_injection
+
+
+class Confusion(nn.Module):
+    """A metric with a table of more than a few kilobytes."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("table", torch.zeros(40, 40, dtype=torch.int64))
+
+    def forward(self, scores: Tensor, labels: Tensor) -> None:
+        table, at = self.get_buffer("table"), (labels, scores.detach().argmax(1))
+        one = torch.ones(len(labels), dtype=torch.int64)
+        if self.in_place:
+            table.index_put_(at, one, accumulate=True)
+        else:
+            self.table = table.index_put(at, one, accumulate=True)
+
+
+class Judge(nn.Module):
+    """A discriminator with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+
+    def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.net(scores).square().mean() * 0.1
+        return loss
+
+
+METRICS: dict[str, Callable[[], nn.Module]] = {
+    "tensors in place": lambda: Metric(in_place=True),
+    "tensors put in place of others": lambda: Metric(in_place=False),
+    "a large table": lambda: Confusion(in_place=True),
+    "a large table put in place of another": lambda: Confusion(in_place=False),
+    "running statistics": Judge,
+}
+
+
+def closure(model: nn.Module, beside: nn.Module) -> Step:
+    """Return a step over another module, as a function makes it that is called in each epoch."""
+
+    def loss_fn(b: Any) -> Tensor:
+        scores = model(b[0])
+        return functional.cross_entropy(scores, b[1]) + (beside(scores, b[1]) or 0.0)
+
+    return Step(model, loss_fn, [beside])
+
+
+class Holder:
+    """An object whose module is put in the place of another."""
+
+    def __init__(self, model: nn.Module, beside: nn.Module) -> None:
+        self.model, self.parts = model, {"metrics": [beside]}
+
+    def step(self, b: Any) -> Tensor:
+        scores = self.model(b[0])
+        more = self.parts["metrics"][0](scores, b[1])
+        return functional.cross_entropy(scores, b[1]) + (more or 0.0)
+
+
+def anew_in_each_epoch(make: Callable[[], nn.Module]) -> Callable[[nn.Module, int], Step]:
+    return lambda model, call: closure(model, make())
+
+
+def swapped_in_a_holder(make: Callable[[], nn.Module]) -> Callable[[nn.Module, int], Step]:
+    holders: list[Holder] = []
+
+    def step(model: nn.Module, call: int) -> Step:
+        if not holders:
+            holders.append(Holder(model, make()))
+        new = make()
+        holders[0].parts["metrics"][0] = new
+        return Step(model, holders[0].step, [new])
+
+    return step
+
+
+def in_turns(make: Callable[[], nn.Module]) -> Callable[[nn.Module, int], Step]:
+    two: list[Step] = []
+
+    def step(model: nn.Module, call: int) -> Step:
+        if len(two) < 2:
+            two.append(closure(model, make()))
+        return two[call % 2]
+
+    return step
+
+
+def switched_on_later(make: Callable[[], nn.Module]) -> Callable[[nn.Module, int], Step]:
+    kept: list[nn.Module] = []
+
+    def step(model: nn.Module, call: int) -> Step:
+        if not kept:
+            kept.append(make())
+        beside = kept[0]
+
+        def loss_fn(b: Any) -> Tensor:
+            scores = model(b[0])
+            more = beside(scores, b[1]) if call else None
+            return functional.cross_entropy(scores, b[1]) + (more or 0.0)
+
+        return Step(model, loss_fn, [beside])
+
+    return step
+
+
+WAYS = {way.__name__: way for way in (anew_in_each_epoch, swapped_in_a_holder, in_turns)}
+
+
+def run(mbs: ElasticMBS, loss_fn: Callable[[Any], Tensor], door: int, batch: Any) -> StepResult:
+    if door == 1:
+        return mbs.backward(loss_fn, batch)
+    for micro in mbs.micro_batches(batch):
+        with micro:
+            micro.backward(loss_fn(micro.data))
+    return there(mbs.last_result)
+
+
+def check(
+    steps: Callable[[nn.Module, int], Step],
+    twins: Callable[[nn.Module, int], Step],
+    inject: InjectOOM,
+    door: int,
+    calls: int,
+) -> None:
+    batch, model, twin_model = pairs(8), mlp(), mlp()
+    mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
+    for call in range(calls):
+        step, twin = steps(model, call), twins(twin_model, call)
+        with inject if call == calls - 1 else nullcontext():
+            result = run(mbs, step.loss_fn, door, batch)
+        by_hand(twin, result.partition, batch)
+        assert same(step.state(), twin.state()), (inject.hits, result.partition)
+        for each in (step, twin):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("door", [1, 3])
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("way", WAYS)
+def test_state_of_a_module_that_is_new_in_a_later_call_is_put_back(
+    way: str, metric: str, door: int
+) -> None:
+    for inject in every_operation(first=door, stride=3, least=6):
+        check(WAYS[way](METRICS[metric]), WAYS[way](METRICS[metric]), inject, door, calls=2)
+
+
+@pytest.mark.parametrize("metric", ["tensors in place", "tensors put in place of others"])
+def test_state_of_a_metric_that_is_switched_on_later_is_put_back(metric: str) -> None:
+    for inject in every_operation(stride=2, least=6):
+        make = METRICS[metric]
+        check(switched_on_later(make), switched_on_later(make), inject, 1, calls=3)
+
+
+def test_a_module_of_an_epoch_that_is_over_is_let_go() -> None:
+    model, batch = mlp(), pairs(8)
+    mbs = elastic(model, micro_batch_size=4)
+    epochs: list[weakref.ref[nn.Module]] = []
+    for _ in range(6):
+        beside = Metric(in_place=True)
+        epochs.append(weakref.ref(beside))
+        mbs.backward(closure(model, beside).loss_fn, batch)
+        model.zero_grad()
+    del beside
+    gc.collect()
+    # The first is kept with what its call has learned, the last until the next call.
+    assert [ref() is not None for ref in epochs] == [True, False, False, False, False, True]
+
+
+def test_a_generator_that_is_new_in_a_later_call_is_put_back() -> None:
+    def draws(model: nn.Module, seed: int) -> Callable[[Any], Tensor]:
+        own = torch.Generator().manual_seed(seed)
+
+        def loss_fn(b: Any) -> Tensor:
+            noise = torch.rand(b[0].shape, generator=own, dtype=torch.float64)
+            return functional.cross_entropy(model(b[0] + noise), b[1])
+
+        return loss_fn
+
+    batch = pairs(8)
+    for inject in every_operation(stride=2, least=6):
+        model, twin = mlp(), mlp()
+        mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
+        mbs.backward(draws(model, 0), batch)
+        model.zero_grad()
+        with inject:
+            result = mbs.backward(draws(model, 1), batch)
+        by_hand(Step(twin, draws(twin, 1)), result.partition, batch)
+        for ours, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(there(ours.grad), there(wanted.grad), rtol=1e-12, atol=1e-14)
