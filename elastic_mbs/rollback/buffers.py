@@ -294,7 +294,7 @@ class BufferCopies:
             self._unproven -= still.places.keys()
         if layout.known and not moved:
             return layout.split_shows
-        made, late, containers = list[Place](), NOTHING, layout.containers
+        made, containers = list[Place](), layout.containers
         if not layout.known:
             made = self._made()
             late, more = self._late()
@@ -306,18 +306,12 @@ class BufferCopies:
                     for i, copy in enumerate(still.copies)
                     if copy is not None and not same_bits(copy, still.tensors[i])
                 )
-        # Where one of several running statistics has raised its version (the count does), the
-        # forward has put its module in training mode.
-        owners = still.places.owners
-        switched = {id(owners[i]) for i in moved if "running_mean" in owners[i]}
-        moved.update(i for i, owner in enumerate(owners) if id(owner) in switched)
-        found = (i for i in sorted(moved - self._moved) if is_state(still, i))
-        new = Places.of([*(still.places.all[i] for i in found), *made])
+            self._follow(late)
+        moved |= _switched(still, moved)
+        found = [still.places.all[i] for i in sorted(moved - self._moved) if is_state(still, i)]
+        new = Places.of([*found, *made])
         self._changing |= new.keys()
         self._learned.add((layout.key, layout.modes))
-        self._still = still.followed_by(late)
-        self._unproven |= late.places.keys()
-        self._made_in_call |= late.places.keys()
         # The next call looks again.
         self._layout = replace(
             layout,
@@ -355,6 +349,12 @@ class BufferCopies:
         return NOTHING._replace(
             places=late, tensors=tensors, copies=kept, versions=versions(tensors)
         ), containers
+
+    def _follow(self, late: Snapshot) -> None:
+        """Keep attributes that a clean piece has made, until another one shows what they are."""
+        self._still = self._still.followed_by(late)
+        self._made_in_call |= late.places.keys()
+        self._unproven |= late.places.keys()
 
     def _made_attributes(self, *, since_call: bool) -> list[Place]:
         """Return tensors and containers in attributes that are not known.
@@ -468,6 +468,16 @@ def _always_changes(place: Place) -> bool:
         return False
     updated = module.training or not _keeps_statistics(module)
     return updated and copyable(module._buffers[place.name])
+
+
+def _switched(still: Snapshot, moved: set[int]) -> set[int]:
+    """Return the places of modules that the forward has put in training mode.
+
+    One of several running statistics has raised its version there: the count does.
+    """
+    owners = still.places.owners
+    switched = {id(owners[i]) for i in moved if "running_mean" in owners[i]}
+    return {i for i, owner in enumerate(owners) if id(owner) in switched}
 
 
 def _numbers(module: nn.Module) -> Key:
