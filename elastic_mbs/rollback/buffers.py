@@ -362,7 +362,7 @@ class BufferCopies:
         Args:
             since_call: include the ones that earlier pieces of the call have made.
         """
-        layout, start = self._layout, self._call if since_call else self._piece
+        layout, start = self._layout, self._call
         if start is None:
             return []
         there = self._still.places.keys() | {each.key for each in start.containers}
@@ -370,6 +370,7 @@ class BufferCopies:
             there = (there - self._made_in_call) | start.places.keys()
         else:
             there |= layout.changing.keys()
+            there |= {(id(vars(module)), name) for module, name in layout.containers}
         return [
             Place(module, vars(module), name, "tensor")
             for module in layout.open

@@ -137,3 +137,27 @@ def test_a_table_that_the_first_batch_makes_is_not_copied_for_good() -> None:
         mbs.backward(loss_fn, batch)
     copied = mbs._resources.buffers._layout.changing.names
     assert copied == mbs._resources.buffers._layout.still.names == []
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_what_was_there_before_the_first_batch_stays(call: int) -> None:
+    batch = pairs(8)
+    for inject in every_operation(stride=3, least=10):
+        model, late = mlp(), Centre(in_place=True)
+        model.append(late)
+        kept: list[Any] = [[1, 2], {"a": 3}, torch.ones(2), {4}]
+        for name, value in zip("abcd", kept, strict=True):
+            setattr(late, name, value)
+
+        def loss_fn(b: Any, model: nn.Module = model) -> Tensor:
+            return functional.cross_entropy(model(b[0]), b[1])
+
+        mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
+        for _ in range(call - 1):
+            mbs.backward(loss_fn, batch)
+            model.zero_grad()
+        with inject:
+            mbs.backward(loss_fn, batch)
+        for name, value in zip("abcd", kept, strict=True):
+            assert getattr(late, name) is value
+        assert kept[:2] == [[1, 2], {"a": 3}]
