@@ -406,6 +406,11 @@ class Settings:
                     "of samples (GhostBatchNorm)"
                 )
         minimum = policy.min_micro_batch_size
+        if policy.max_tokens is not None and (group > 1 or (minimum is None and normalises_batch)):
+            raise UsageError(
+                f"max_tokens={policy.max_tokens} can leave a piece one sample, and the model has "
+                "BatchNorm: leave it out, or say min_micro_batch_size=1 if one is enough"
+            )
         if minimum is None and 1 not in (self.micro_batch_size, policy.max_micro_batch_size):
             minimum = 2 if normalises_batch else 1
         return replace(self, policy=replace(policy, align=align, min_micro_batch_size=minimum))

@@ -342,6 +342,27 @@ class ElasticMBS(RuntimeFigures):
         """
         self._calls.optimizer_step(optimizer, closure)
 
+    @closed
+    def release(self, *, gradients: bool = False) -> int:
+        """Give memory back between two phases: training, a rollout, an evaluation, saving.
+
+        Copies of buffers, the outputs of `last_result` and reference cycles go, and the allocators'
+        caches are emptied. Call it at the end of each phase on a device that phases or processes
+        share. The first call after it starts at a size that is predicted to fit what the other
+        phase has left.
+
+        Args:
+            gradients: drop the gradients, as `zero_grad(set_to_none=True)` does.
+
+        Returns:
+            The bytes freed: on an accelerator those that the allocator has given back, on a host
+            those of the tensors dropped.
+
+        Raises:
+            MisuseError: a call is running.
+        """
+        return self._calls.release(gradients=gradients)
+
     # ------------------------------------------------------------------ beside the training loop
 
     @closed

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,13 @@ class Sorted:
         return value.index_select(end.dim, self._indices[value.device][start:stop])
 
 
+class Lengths(NamedTuple):
+    """The lengths of a batch's samples."""
+
+    sorted: Sorted | None  # None where nothing is to be sorted or trimmed
+    longest: int  # positions of the longest sample; where nothing is trimmed, of each sample
+
+
 class ByLength:
     """The way to sort and trim the batches of one runtime."""
 
@@ -106,8 +113,8 @@ class ByLength:
             )
         return cls(length, trim, warn_once) if pieces == "by_length" else None
 
-    def read(self, batch: Any, ends: Sequence[Node], samples: int) -> Sorted | None:
-        """Return the batch in order of length; None where nothing is to be sorted or trimmed."""
+    def read(self, batch: Any, ends: Sequence[Node], samples: int) -> Lengths:
+        """Return the batch in order of length, where there is something to sort or trim."""
         for end in ends:
             if end.cut in (Cut.CUSTOM, Cut.RAGGED):
                 ragged = end.cut is Cut.RAGGED
@@ -119,19 +126,18 @@ class ByLength:
         lengths, width = self._lengths(batch, ends, samples)
         longest, shortest = int(lengths.max()), int(lengths.min())
         if shortest == width:
-            return None
+            return Lengths(None, longest)
         trims = {
             id(end): dim for end in ends if (dim := self._dim_of(end, lengths, width)) is not None
         }
-        if self._little_evidence(ends, trims, lengths):
-            return None
-        if longest == shortest and all(
-            end.value.shape[trims[id(end)]] == longest for end in ends if id(end) in trims
-        ):
-            return None
+        widths = {end.value.shape[trims[id(end)]] for end in ends if id(end) in trims}
+        nothing_to_trim = longest == shortest and widths <= {longest}
+        if nothing_to_trim or self._little_evidence(ends, trims, lengths):
+            return Lengths(None, max(widths, default=longest))
         ordered, order = torch.sort(lengths, descending=True, stable=True)
         each = ordered.tolist()
-        return Sorted(order.tolist(), each, PaddedCosts(_elements(ends, trims, each)), trims)
+        costs = PaddedCosts(_elements(ends, trims, each))
+        return Lengths(Sorted(order.tolist(), each, costs, trims), longest)
 
     def _little_evidence(
         self, ends: Sequence[Node], trims: Mapping[int, int], lengths: Tensor

@@ -13,6 +13,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Protocol
 
+Partition = tuple[tuple[int, int], ...]
+Most = Callable[[int], int]  # the most samples of a piece that begins at a sample
+
 
 def aligned(size: int, align: int) -> int:
     """Return `size` rounded down to a multiple of `align`, and at least `align`."""
@@ -55,9 +58,7 @@ def smallest_size(samples: int, count: int, *, align: int = 1) -> int:
 
 
 @lru_cache(maxsize=8)  # few, because each takes megabytes for a long range in small pieces
-def partition(
-    start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1
-) -> tuple[tuple[int, int], ...]:
+def partition(start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1) -> Partition:
     """Cut `[start, stop)` into pieces of up to `size` samples.
 
     Lengths differ by at most one `align`. Where they cannot all be kept, `align` and `minimum` win
@@ -106,9 +107,9 @@ class Costs(Protocol):
         """Return the start and stop of a piece that costs about `size`, and what it costs."""
 
     def partition(
-        self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int
-    ) -> tuple[tuple[int, int], ...]:
-        """Cut `[start, stop)` into pieces that cost up to `size` and have up to `most` samples.
+        self, start: int, stop: int, size: int, most: Most, *, minimum: int = 1, align: int = 1
+    ) -> Partition:
+        """Cut `[start, stop)` into pieces that cost up to `size`, with up to `most` samples each.
 
         `align` and `minimum`, in samples, win over both.
         """
@@ -141,13 +142,17 @@ class PaddedCosts:
         return 0, size, size
 
     def partition(
-        self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int
-    ) -> tuple[tuple[int, int], ...]:
+        self, start: int, stop: int, size: int, most: Most, *, minimum: int = 1, align: int = 1
+    ) -> Partition:
         # The controller takes the longest piece to have this cost. No piece costs more, and the
         # first one costs exactly this, so that its peak is recorded for the right size.
         limit = longest(self.samples, size, minimum=minimum, align=align) * self.unit
         return _pieces(
-            start, stop, lambda at: min(limit // self.each[at], most), minimum=minimum, align=align
+            start,
+            stop,
+            lambda at: min(limit // self.each[at], most(at)),
+            minimum=minimum,
+            align=align,
         )
 
 
@@ -184,20 +189,18 @@ class RowCosts:
         return start, stop, (before[stop] - before[start]) / self.unit
 
     def partition(
-        self, start: int, stop: int, size: int, *, minimum: int = 1, align: int = 1, most: int
-    ) -> tuple[tuple[int, int], ...]:
+        self, start: int, stop: int, size: int, most: Most, *, minimum: int = 1, align: int = 1
+    ) -> Partition:
         limit = longest(self.samples, size, minimum=minimum, align=align) * self.unit
         before = self._before
 
         def fitting(at: int) -> int:
-            return min(bisect_right(before, before[at] + limit) - 1 - at, most)
+            return min(bisect_right(before, before[at] + limit) - 1 - at, most(at))
 
         return _pieces(start, stop, fitting, minimum=minimum, align=align)
 
 
-def _pieces(
-    start: int, stop: int, fitting: Callable[[int], int], *, minimum: int, align: int
-) -> tuple[tuple[int, int], ...]:
+def _pieces(start: int, stop: int, fitting: Most, *, minimum: int, align: int) -> Partition:
     """Cut `[start, stop)` into pieces of `fitting(start of the piece)` samples.
 
     `align` and `minimum` win.
@@ -212,3 +215,90 @@ def _pieces(
         pieces.append((start, start + length))
         start += length
     return tuple(pieces)
+
+
+class Tokens(Protocol):
+    """The tokens of a batch, by its samples in the order in which they are cut."""
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest sample."""
+
+    def most(self, at: int, budget: int) -> int:
+        """Return how many samples from `at` on have up to `budget` tokens as a piece.
+
+        At least 1: a sample cannot be cut.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedTokens:
+    """Samples that are padded to the first one of their piece, which is the longest."""
+
+    lengths: Sequence[int]  # never rising
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[0]
+
+    def most(self, at: int, budget: int) -> int:
+        return max(1, budget // self.lengths[at])
+
+
+@dataclass(frozen=True, eq=False)
+class RowTokens:
+    """Samples that lie one after the other, without padding."""
+
+    lengths: Sequence[int]
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def _before(self) -> Sequence[int]:
+        return [0, *accumulate(self.lengths)]
+
+    def most(self, at: int, budget: int) -> int:
+        return max(1, bisect_right(self._before, self._before[at] + budget) - 1 - at)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBudget:
+    """The most tokens of a piece, for one batch.
+
+    A sample that is longer than the budget is a piece by itself. A piece is a range of samples, and
+    a part of a piece has no more tokens than the whole one. So taking as many samples as fit makes
+    the fewest pieces.
+    """
+
+    FINE = 64  # pieces are balanced to this fraction of the budget
+
+    tokens: Tokens
+    budget: int
+
+    @property
+    def too_long(self) -> bool:
+        """True if a sample is longer than the budget."""
+        return self.tokens.longest > self.budget
+
+    def balanced(self, cut: Callable[[Most], Partition]) -> Partition:
+        """Return the pieces under the smallest budget that makes no more of them.
+
+        Args:
+            cut: cuts by the most samples that a piece may have, and perhaps by other limits.
+        """
+        found = cut(self._most_of(self.budget))
+        low, high = 0, self.budget  # too small, or not known to be; as few pieces
+        step = max(1, self.budget // self.FINE)
+        while high - low > step:
+            middle = (low + high) // 2
+            pieces = cut(self._most_of(middle))
+            if len(pieces) > len(found):
+                low = middle
+            else:
+                high, found = middle, pieces
+        return found
+
+    def _most_of(self, budget: int) -> Most:
+        return lambda at: self.tokens.most(at, budget)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.loss_terms import Weights
-from elastic_mbs.batch.pieces import Costs, partition
+from elastic_mbs.batch.pieces import Costs, Partition, TokenBudget, partition
+
+NO_LIMIT = 2**62  # a size above any batch
 
 
 @dataclass(slots=True)
@@ -32,14 +34,31 @@ class Schedule:
         minimum: int = 1,
         align: int = 1,
         costs: Costs | None = None,
+        budget: TokenBudget | None = None,
     ) -> None:
+        """Begin with the whole batch.
+
+        Args:
+            counts: the loss terms of each sample.
+            reduction: whether losses are means or sums.
+            minimum: the smallest piece, in samples; 1 with a `budget`.
+            align: pieces are multiples of it, in samples; 1 with a `budget`.
+            costs: the elements of each sample; None where all are the same.
+            budget: the most tokens of a piece; None where there is no limit. Needs `costs`.
+        """
         self._counts = counts
         self._reduction = reduction
         self._minimum, self._align = minimum, align  # of a piece's length, in samples
-        self._costs = costs  # None where all samples cost the same
+        self._costs = costs
+        self._budget = budget
         self._most = counts.n  # samples of a piece
+        # The size at which the budget is the only limit, in samples.
+        self.largest = counts.n if costs is None else costs.samples
         self._size = 0
         self.restart()
+        if costs is not None and budget is not None:
+            by_tokens = self._cut(self._rests[0], NO_LIMIT)
+            self.largest = max(costs.worth(start, stop) for start, stop in by_tokens)
 
     def restart(self) -> None:
         """Drop all progress: the batch runs from its start."""
@@ -65,11 +84,19 @@ class Schedule:
         """The piece that `next` gives if the size stays; None where it is not cut yet."""
         return self._pieces[-1] if self._pieces else None
 
-    def _cut(self, rest: Range, size: int) -> tuple[tuple[int, int], ...]:
-        if self._costs is None:
-            return partition(rest.start, rest.stop, size, minimum=self._minimum, align=self._align)
-        return self._costs.partition(
-            rest.start, rest.stop, size, minimum=self._minimum, align=self._align, most=self._most
+    def _cut(self, rest: Range, size: int) -> Partition:
+        start, stop, minimum, align = rest.start, rest.stop, self._minimum, self._align
+        costs = self._costs
+        if costs is None:
+            return partition(start, stop, size, minimum=minimum, align=align)
+        if self._budget is None:
+            return costs.partition(
+                start, stop, size, lambda at: self._most, minimum=minimum, align=align
+            )
+        if size >= self.largest:
+            size = NO_LIMIT
+        return self._budget.balanced(
+            lambda most: costs.partition(start, stop, size, lambda at: min(most(at), self._most))
         )
 
     def worth(self, piece: Range) -> int:

@@ -30,7 +30,7 @@ from elastic_mbs.batch.containers import (
 from elastic_mbs.batch.cut import Dims, ListLayout
 from elastic_mbs.batch.layout import MANY, Cut, Layout, Node, quoted, where
 from elastic_mbs.batch.lengths import ByLength
-from elastic_mbs.batch.pieces import Costs, RowCosts
+from elastic_mbs.batch.pieces import Costs, PaddedTokens, RowCosts, RowTokens, Tokens
 from elastic_mbs.batch.ragged.keys import tells
 from elastic_mbs.batch.ragged.relations import Member, Placeholders
 from elastic_mbs.batch.ragged.rows import Rows
@@ -83,15 +83,21 @@ class BatchView:
         # of the values that are cut, per sample, rounded up: memory is modelled in elements
         self.elements = max(1, -(-elements // self.length))
         self.worth = self.length  # of the batch, in samples of `elements` each
-        # None: pieces are ranges of the batch
-        self.sorted = (
+        self._lengths = (
             None if by_length is None else by_length.read(batch, self._tree[1], self.length)
         )
+        # None: pieces are ranges of the batch
+        self.sorted = None if self._lengths is None else self._lengths.sorted
         self.costs: Costs | None = None if self.sorted is None else self.sorted.costs
         if self._rows is None and self.sorted is None:
             self.costs = _row_costs(self._tree[1], elements, self.length)
         if self.costs is not None:
             self.elements, self.worth = self.costs.unit, self.costs.samples
+
+    @property
+    def even_costs(self) -> Costs:
+        """The elements of each sample, also where all are the same."""
+        return self.costs or RowCosts([self.elements] * self.length)
 
     @cached_property
     def _tree(self) -> tuple[Node, Sequence[Node], int]:
@@ -101,6 +107,29 @@ class BatchView:
         _check_counts(read.root, read.samples, read.layout)
         self.known_lists = read.known
         return read.root, read.ends, read.samples
+
+    def tokens(self) -> Tokens:
+        """Return the tokens of each sample: its length, or the rows that it brings.
+
+        Raises:
+            BatchError: nothing says how long samples are.
+        """
+        if self.sorted is not None:
+            return PaddedTokens(self.sorted.lengths)
+        if self._lengths is not None:
+            return PaddedTokens([self._lengths.longest] * self.length)
+        found = [] if self._rows is not None else list(map(_rows_in, self._tree[1]))
+        each = {id(rows): rows for rows in found if rows is not None}
+        if len(each) == 1:
+            return RowTokens(next(iter(each.values())).lengths)
+        problem = (
+            "has several fields with rows of samples" if each else "does not say their lengths"
+        )
+        raise BatchError(
+            f"max_tokens counts the tokens of samples, and the batch {problem}: where it is "
+            'padded, say pieces="by_length" and length= (the name of an attention mask); where it '
+            "is packed, give it cu_seqlens; else leave max_tokens out"
+        )
 
     def piece(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop`: views in new containers.

@@ -38,7 +38,7 @@ import math
 from collections.abc import Callable
 from random import Random
 
-from elastic_mbs.controller.growth import Margin, is_due, next_size, size_after_failure
+from elastic_mbs.controller.growth import Margin, is_due, next_size, smaller_size
 from elastic_mbs.controller.memory_model import MemoryModel
 from elastic_mbs.controller.messages import (
     CallOutcome,
@@ -117,20 +117,60 @@ class Controller:
         track.believe(min(size, samples) * elements)
         self._resize(track, size)
 
+    def released(self) -> None:
+        """Note that memory was handed to another phase, which may keep some of it."""
+        for track in self._tracks.values():
+            track.released = True
+
+    def is_back(self, key: Key) -> bool:
+        """Return whether the next call is the first since memory was handed over."""
+        track = self._tracks.get(key)
+        return track is not None and track.released
+
+    def resume(
+        self,
+        key: Key,
+        batch: tuple[int, int, int],
+        capacity: Capacity | None,
+        held: int | None,
+    ) -> None:
+        """Take over what another phase has left, before the first call after it.
+
+        Args:
+            key: the kind of call.
+            batch: its samples, elements per sample, and largest size.
+            capacity: a reading made now.
+            held: the bytes in use now, outside the call's own needs; None where not known.
+        """
+        track = self._tracks[key]
+        track.released = False
+        if held is not None:
+            track.memory.hold(held)
+        if capacity is None or not self._policy.grow:
+            return
+        self._margin.follow(capacity)
+        _, longest = track.size_below_ceilings(self._limits, *batch)
+        budget = self._margin.budget(track, capacity)
+        size = smaller_size(track, batch[:2], longest, self._limits, budget)
+        if size is not None:
+            self._resize(track, min(track.size, self._limits.clamp(size)))
+
     # ------------------------------------------------------------------ one call
 
-    def begin(self, key: Key, samples: int, elements: int) -> Decision:
+    def begin(self, key: Key, samples: int, elements: int, largest: int | None = None) -> Decision:
         """Open a call on a batch of `samples` samples with `elements` elements each.
 
-        A call that is still open on this track is abandoned.
+        Its size is `largest` at most; None: the batch. A call that is still open on this track is
+        abandoned.
         """
+        largest = samples if largest is None else largest
         track = self._tracks.get(key)
         if track is None:
             track = self._tracks[key] = self._new_track(key, elements)
         elif track.call is not None:
             self.abandon(key)
         track.recent.append((samples, elements))
-        size, length = self._size_below_ceilings(track, samples, elements)
+        size, length = track.size_below_ceilings(self._limits, samples, elements, largest)
         known = (
             track.calls >= self._policy.patience
             and length * elements <= track.memory.largest_observed
@@ -148,21 +188,9 @@ class Controller:
             learning=learning,
             began=self._clock(),
             length=length,
+            largest=largest,
         )
-        return Decision(min(size, samples), learning, track.wants_reading)
-
-    def _size_below_ceilings(self, track: Track, samples: int, elements: int) -> tuple[int, int]:
-        """Return the size for this call, and the length of its longest piece.
-
-        It is below the size of the track where samples are so long that a ceiling would be hit.
-        """
-        size = track.size
-        length = self._limits.longest(samples, size)
-        if track.ceilings and length * elements >= track.ceilings[0].elements:
-            below = (track.ceilings[0].elements - 1) // elements
-            size = min(size, self._limits.clamp(below))
-            length = self._limits.longest(samples, size)
-        return size, length
+        return Decision(size, learning, track.wants_reading)
 
     def holds(self, key: Key, held: int | None) -> None:
         """Take the bytes in use outside the call's own needs; None where they are not known.
@@ -188,7 +216,8 @@ class Controller:
         fitting = None
         if capacity is not None and not call.ooms:
             budget = self._margin.budget(track, capacity)
-            fitting = size_after_failure(track, call, attempted, self._limits, budget)
+            batch = call.samples, call.elements
+            fitting = smaller_size(track, batch, attempted, self._limits, budget)
         self._margin.follow(capacity)
         after = min(track.size, self._limits.clamp(fitting or attempted // 2))
         trial, ceiling = self._record_failure(track, elements, capacity)
@@ -216,7 +245,7 @@ class Controller:
         if call.ooms:
             return self._end_failed(track, call, outcome.lost)
         track.call = None
-        self._measure(track, call, outcome)
+        track.measure(call, outcome)
         if outcome.retries:
             return self._end_thrashing(track, call, capacity)
         return self._end_clean(track, call, capacity)
@@ -240,7 +269,7 @@ class Controller:
         """
         track = self._tracks.get(key)
         if track is not None and not outcome.ooms:
-            self._measure_time(track, outcome)
+            track.measure_time(outcome)
 
     def needs_less(self, key: Key) -> None:
         """Forget the measurements of all calls of this name and mode, in every shape class.
@@ -337,32 +366,6 @@ class Controller:
         move = Move(track.size, after, reason)
         self._resize(track, after)
         return move
-
-    # ------------------------------------------------------------------ measurements
-
-    def _measure(self, track: Track, call: RunningCall, outcome: CallOutcome) -> None:
-        """Feed the fits with a call that did not fail.
-
-        After a failure, peak and time would be those of the failed attempt, too.
-        """
-        track.calls += 1
-        if outcome.peak is not None:
-            track.memory.add(call.length * call.elements, outcome.peak, first=outcome.fresh)
-            track.calls_without_peak = 0
-        elif call.learning:
-            track.calls_without_peak += 1
-        if 1 <= outcome.fragmentation != track.fragmentation:
-            # The allocator's cache from before the call may have served this size or not, so only
-            # bounds are known. Between them, the old value stays.
-            least = outcome.least_fragmentation or outcome.fragmentation
-            track.fragmentation = min(max(track.fragmentation, least), outcome.fragmentation)
-        self._measure_time(track, outcome)
-
-    def _measure_time(self, track: Track, outcome: CallOutcome) -> None:
-        pieces = outcome.pieces
-        seconds = outcome.seconds
-        if pieces and seconds is not None and 0 < seconds < math.inf and not outcome.retries:
-            track.time.add(round(outcome.samples * outcome.elements / pieces), seconds / pieces)
 
     # ------------------------------------------------------------------ failures
 
@@ -472,7 +475,7 @@ class Controller:
         now = self._clock()
         if capacity is not None and now < track.cooldown_until:
             capacity = track.capacity_in_cooldown(capacity)
-        if capacity is None or track.size >= min(call.samples, self._largest):
+        if capacity is None or track.size >= min(call.largest, self._largest):
             return None
         if not is_due(track, self._limits, self._policy, capacity):
             return None

@@ -11,7 +11,7 @@ from collections import deque
 from elastic_mbs.batch.pieces import smallest_size
 from elastic_mbs.controller.messages import Capacity
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.controller.track import Ceiling, RunningCall, Track
+from elastic_mbs.controller.track import Ceiling, Track
 
 # With one size measured, the next one is larger by at least this factor: else noise would decide
 # the slope between them.
@@ -126,20 +126,30 @@ def _pieces_halfway(track: Track, limits: Limits, ceiling: Ceiling, proven: int)
     return min(limits.pieces(samples, middle), limits.pieces(samples, track.size) - 1)
 
 
-def size_after_failure(
-    track: Track, call: RunningCall, attempted: int, limits: Limits, available: float
+def smaller_size(
+    track: Track, batch: tuple[int, int], longest: int, limits: Limits, available: float
 ) -> int | None:
-    """Return the largest size predicted to fit in `available` bytes after a failure.
+    """Return the largest size predicted to fit in `available` bytes, where `longest` does not.
 
-    None where the prediction does not explain the failure of `attempted` samples, or no size fits.
+    Args:
+        track: the measurements.
+        batch: its samples, and elements per sample.
+        longest: samples of a piece that has failed, or would be run.
+        limits: the sizes that are allowed.
+        available: bytes that the peak may reach.
+
+    Returns:
+        The size in samples. None where a piece of `longest` samples is predicted to fit, nothing is
+        predicted, or no size fits.
     """
-    most = attempted * call.elements
+    samples, elements = batch
+    most = longest * elements
     if track.memory.predict(most) is None or track.memory.fits(most, available):
         return None
-    room = track.memory.largest(available, most - 1) // call.elements
+    room = track.memory.largest(available, most - 1) // elements
     if room < limits.floor:
         return None
-    return smallest_size(call.samples, limits.pieces(call.samples, room), align=limits.align)
+    return smallest_size(samples, limits.pieces(samples, room), align=limits.align)
 
 
 def _room_in_memory(track: Track, limits: Limits, available: float, below: int) -> int:

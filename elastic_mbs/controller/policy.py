@@ -44,6 +44,9 @@ class Policy:
         min_micro_batch_size: no micro-batch is smaller, in samples, unless the batch is. None: 1,
             or 2 where the model has BatchNorm, because one sample has no statistics.
         max_micro_batch_size: no micro-batch is larger, in samples. None: no limit.
+        max_tokens: no micro-batch has more tokens, its padding counted: for
+            `pieces="by_length"`, and for packed rows. A sample that is longer is a micro-batch by
+            itself. None: no limit.
         align: sizes are multiples of it; the last piece takes the rest. With
             `recipes.GhostBatchNorm2d` in the model they are multiples of its groups, too.
         grow: False: the size never rises. A failure lowers it, and nothing in training raises it
@@ -77,9 +80,10 @@ class Policy:
     cooldown: float = 100.0
     thrash_calls: int = 2
     changed: float = 0.05
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_micro_batch_size", "max_micro_batch_size"):
+        for name in ("min_micro_batch_size", "max_micro_batch_size", "max_tokens"):
             _check_whole(name, getattr(self, name), optional=True)
         for name in ("align", "patience", "thrash_calls"):
             _check_whole(name, getattr(self, name))
@@ -92,6 +96,13 @@ class Policy:
                 f"margin={self.margin} leaves no memory: it is a fraction of the capacity, below 1"
             )
         limits = self.limits
+        if self.max_tokens is not None and limits.floor > 1:
+            least = "min_micro_batch_size" if limits.minimum > 1 else "align"
+            raise UsageError(
+                f"max_tokens={self.max_tokens} limits a piece to its tokens, and "
+                f"{least}={getattr(self, least)} asks for more than one sample, however long: "
+                "leave one of them out"
+            )
         if limits.maximum is not None and limits.maximum < limits.floor:
             raise UsageError(
                 f"max_micro_batch_size={limits.maximum} leaves no size: it must be at least "

@@ -13,9 +13,9 @@ from typing import Any
 
 from elastic_mbs.controller.fit import MemoryFit, TimeFit
 from elastic_mbs.controller.memory_model import MemoryModel
-from elastic_mbs.controller.messages import Capacity
+from elastic_mbs.controller.messages import CallOutcome, Capacity
 from elastic_mbs.controller.peak import PeakModel
-from elastic_mbs.controller.policy import Policy
+from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.controller.proven import Proven
 from elastic_mbs.controller.saved import checked
 
@@ -121,6 +121,7 @@ class RunningCall:
     learning: bool  # its peak is measured
     began: float
     length: int  # of the longest piece at the size that it began with, in samples
+    largest: int  # the size at which memory is no limit
     ooms: int = 0
     failed_trial: Trial | None = None  # the growth that the first failure has ended
     excused: Trial | None = None  # the same, where it was no cause of the failures
@@ -145,6 +146,7 @@ class Track:
     cooldown_until: float = NEVER  # end of the cooldown
     no_excuse_until: float = NEVER  # a growth that could be excused costs a cooldown until then
     fragmentation: float = 1.0  # peak reserved / peak allocated, when last seen
+    released: bool = False  # memory was handed to another phase since the last call
     wants_reading: bool = False  # with a newer reading the latest call could have led to a growth
     call: RunningCall | None = None
     ceilings: list[Ceiling] = field(default_factory=list)  # fewest elements first
@@ -193,6 +195,21 @@ class Track:
     def drop_ceiling(self, ceiling: Ceiling) -> None:
         """Remove a failure, if it is still recorded."""
         self.ceilings = [each for each in self.ceilings if each is not ceiling]
+
+    def size_below_ceilings(
+        self, limits: Limits, samples: int, elements: int, largest: int
+    ) -> tuple[int, int]:
+        """Return the size for a call, `largest` at most, and the length of its longest piece.
+
+        It is below the size of the track where samples are so long that a ceiling would be hit.
+        """
+        size = min(self.size, largest)
+        length = largest if size == largest else limits.longest(samples, size)
+        if self.ceilings and length * elements >= self.ceilings[0].elements:
+            below = (self.ceilings[0].elements - 1) // elements
+            size = min(size, limits.clamp(below))
+            length = limits.longest(samples, size)
+        return size, length
 
     def explain_ceilings(self, capacity: Capacity, changed: float) -> None:
         """Take a reading for the failures that had none so far."""
@@ -268,6 +285,31 @@ class Track:
         on_trial = self.trial is not None and self.trial.calls > 0
         if capacity is not None and not on_trial:
             self.proven.add(elements, capacity.bytes)
+
+    def measure(self, call: RunningCall, outcome: CallOutcome) -> None:
+        """Feed the fits with a call that did not fail.
+
+        After a failure, peak and time would be those of the failed attempt, too.
+        """
+        self.calls += 1
+        if outcome.peak is not None:
+            self.memory.add(call.length * call.elements, outcome.peak, first=outcome.fresh)
+            self.calls_without_peak = 0
+        elif call.learning:
+            self.calls_without_peak += 1
+        if 1 <= outcome.fragmentation != self.fragmentation:
+            # The allocator's cache from before the call may have served this size or not, so only
+            # bounds are known. Between them, the old value stays.
+            least = outcome.least_fragmentation or outcome.fragmentation
+            self.fragmentation = min(max(self.fragmentation, least), outcome.fragmentation)
+        self.measure_time(outcome)
+
+    def measure_time(self, outcome: CallOutcome) -> None:
+        """Feed the fit of time with a call whose seconds are known."""
+        pieces = outcome.pieces
+        seconds = outcome.seconds
+        if pieces and seconds is not None and 0 < seconds < math.inf and not outcome.retries:
+            self.time.add(round(outcome.samples * outcome.elements / pieces), seconds / pieces)
 
     def saved(self, now: float) -> dict[str, object]:
         """Return everything worth saving, as JSON.

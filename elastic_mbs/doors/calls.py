@@ -16,6 +16,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.join import Pad
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
+from elastic_mbs.doors.release import Release
 from elastic_mbs.engine.call import Call, PassesOf
 from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.micro_batch import MicroBatch, loop
@@ -231,6 +232,17 @@ class Calls:
             self._guarded_step(optimizer, closure)
         finally:
             self._steps.begun = None  # it has answered for its step
+
+    def release(self, *, gradients: bool) -> int:
+        """Give memory that no phase needs back. See `ElasticMBS.release`."""
+        self.check_complete()
+        release = Release(self._resources)
+        self.last_result = release.outputs(self.last_result)
+        if gradients:
+            release.gradients()
+        freed = release.finish()
+        self._knowledge.controller.released()
+        return freed
 
     # ------------------------------------------------------------------ how a call starts and ends
 

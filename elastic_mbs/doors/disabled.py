@@ -14,6 +14,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.join import Pad
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.schedule import Range
+from elastic_mbs.doors.release import Release
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.outcome.result import Place, Stats, StepResult, of_batch, place_of
@@ -103,6 +104,14 @@ class DisabledCalls:
             optimizer.step()
         else:
             scaler.step(optimizer)
+
+    def release(self, *, gradients: bool) -> int:
+        """Give memory that no phase needs back. See `ElasticMBS.release`."""
+        release = Release(self._resources)
+        self.last_result = release.outputs(self.last_result)
+        if gradients:
+            release.gradients()
+        return release.finish()
 
     def _whole(self, batch: Any, outputs: OutputPlace, *, counted: bool = True) -> WholeBatch:
         given, batch = batch, self._resources.load(batch)

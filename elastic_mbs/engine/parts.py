@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.pieces import TokenBudget
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.batch.transfer import Loader
 from elastic_mbs.batch.view import BatchView
@@ -25,7 +26,7 @@ from elastic_mbs.engine.edits import BatchEdits
 from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.hooks import AttemptHooks
 from elastic_mbs.engine.progress import Progress
-from elastic_mbs.engine.report import CallReport
+from elastic_mbs.engine.report import CallReport, count_batch, held_beside
 from elastic_mbs.engine.shared.companions import NEAR, can_keep_state, reached
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
 from elastic_mbs.engine.shared.peers import Alone, Peers
@@ -142,8 +143,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
     _look_around(resources, batch, first=not profile.seen)
     gradients = CallGradients(resources, profile, training=batch.training)
-    decision = knowledge.controller.begin(key, view.worth, view.elements)
-    progress = Progress(_schedule(resources, batch), decision.size)
+    decision, progress = _begun(resources, knowledge, batch, gradients)
     loader = Loader(
         view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full
     )
@@ -156,7 +156,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         escalated=_escalated(resources, batch, profile),
         other_layers=profile.other_layers,
     )
-    full = (leaf for leaf in resources.model.leaves if id(leaf) in gradients.full)
+    full = _full(resources, gradients)
     report = CallReport(resources, knowledge, profile, view, key, decision, full)
     return CallParts(
         resources=resources,
@@ -176,12 +176,44 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     )
 
 
+def _full(resources: Resources, gradients: CallGradients) -> Iterable[Tensor]:
+    """Return the leaves whose `.grad` was not empty when the call began."""
+    return (leaf for leaf in resources.model.leaves if id(leaf) in gradients.full)
+
+
+def _begun(
+    resources: Resources, knowledge: Knowledge, batch: Batch, gradients: CallGradients
+) -> tuple[Decision, Progress]:
+    """Return the size to begin with, and the batch cut into pieces of it.
+
+    The first call after a release begins in what the other phase has left.
+    """
+    view, key, controller = batch.view, batch.key, knowledge.controller
+    schedule = _schedule(resources, batch)
+    if controller.is_back(key):
+        capacity = resources.capacity() if resources.monitor.renew() else None
+        count_batch(resources, view)
+        held = held_beside(resources, _full(resources, gradients))
+        controller.resume(key, (view.worth, view.elements, schedule.largest), capacity, held)
+    decision = controller.begin(key, view.worth, view.elements, schedule.largest)
+    return decision, Progress(schedule, decision.size)
+
+
 def _schedule(resources: Resources, batch: Batch) -> Schedule:
-    settings = resources.settings
+    settings, view = resources.settings, batch.view
+    most = settings.policy.max_tokens
+    budget = None if most is None else TokenBudget(view.tokens(), most)
+    if budget is not None and budget.too_long:
+        resources.warn(
+            "max_tokens",
+            f"a sample has {budget.tokens.longest} tokens, more than max_tokens={most}: it is a "
+            "micro-batch by itself",
+        )
     return Schedule(
         batch.counts,
         reduction=settings.reduction,
         minimum=settings.limits.minimum,
         align=settings.limits.align,
-        costs=batch.view.costs,
+        costs=view.costs if budget is None else view.even_costs,
+        budget=budget,
     )

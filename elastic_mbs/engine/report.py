@@ -64,15 +64,9 @@ class CallReport:
         """Make the peak of this call readable."""
         resources = self._resources
         resources.drop_stale_cache()
-        if isinstance(resources.meter, MemoryBudget):
-            # Seen in the first piece, the batch would be taken for a part of that piece's need.
-            resources.meter.track(self._view.tensors)
+        count_batch(resources, self._view)
         resources.meter.reset_peak()
-        usage = resources.meter.usage()
-        gradients = sum(_dense_bytes(leaf.grad) for leaf in full)
-        # Gradients are in the call's peak, whether they were there or are made in it.
-        held = None if usage is None else usage.allocated - gradients
-        self._knowledge.controller.holds(self._key, held)
+        self._knowledge.controller.holds(self._key, held_beside(resources, full))
 
     def restart_peak(self) -> None:
         """Leave the peak so far out: it says nothing of the rest of the call."""
@@ -207,6 +201,28 @@ class CallReport:
         name = self._resources.settings.name
         event = CallFailed(name, str(self._key), type(error).__name__, message, failures, 0.0, 0.0)
         telemetry.ended(event, self.watch, error)
+
+
+def count_batch(resources: Resources, view: BatchView) -> None:
+    """Count the batch of a call that begins.
+
+    A budget that saw it in the first piece would take it for a part of that piece's need.
+    """
+    if isinstance(resources.meter, MemoryBudget):
+        resources.meter.track(view.tensors)
+
+
+def held_beside(resources: Resources, full: Iterable[torch.Tensor]) -> int | None:
+    """Return the bytes in use outside the needs of a call that begins; None where not known.
+
+    Args:
+        resources: the meter.
+        full: the leaves whose `.grad` is not empty. Gradients are in the call's peak, whether they
+            were there or are made in it.
+    """
+    usage = resources.meter.usage()
+    gradients = sum(_dense_bytes(leaf.grad) for leaf in full)
+    return None if usage is None else usage.allocated - gradients
 
 
 def graphs_made() -> int:

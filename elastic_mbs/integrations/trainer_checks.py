@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate.utils import DistributedType
@@ -9,6 +10,9 @@ from transformers import DataCollatorWithFlattening, Trainer
 from transformers.training_args import ParallelMode
 
 from elastic_mbs.errors import UnsupportedError, UsageError
+from elastic_mbs.integrations.frameworks import TRL
+from elastic_mbs.integrations.trl.kinds import check_kind
+from elastic_mbs.integrations.trl.private import SUPPORTED, has_router_loss
 
 
 def check_class(cls: type, mixin: type) -> None:
@@ -22,6 +26,8 @@ def check_class(cls: type, mixin: type) -> None:
             f"{cls.__name__}: {mixin.__name__} goes left of {name}, or its methods are never "
             f"called: class X({mixin.__name__}, {name})"
         )
+    if any(base.__module__.startswith("trl.") for base in trainers):
+        TRL.check()
     for base in trainers:
         package = base.__module__.partition(".")[0]
         if package == "sentence_transformers":
@@ -30,19 +36,26 @@ def check_class(cls: type, mixin: type) -> None:
                 "batch with each other, so pieces have another loss. Write the loop with "
                 "mbs.backward_embeddings(embed_fn, loss_fn, batch), which is exact"
             )
-        if package == "trl" and base.__name__ not in ("SFTTrainer", "_BaseTrainer"):
+        if package == "trl" and base.__name__ not in (*SUPPORTED, "_BaseTrainer"):
             raise UnsupportedError(
-                f"{base.__name__}: of trl only SFTTrainer is supported. The others keep state "
-                "between steps (GRPO, RLOO) or pair the rows of a batch (DPO, reward), which a "
-                "cut would separate. Use it as it is, with a smaller per_device_train_batch_size"
+                f"{base.__name__}: of trl {', '.join(SUPPORTED)} are supported. What others keep "
+                "between steps, and what their losses are means over, is not known. Use it as it "
+                "is, with a smaller per_device_train_batch_size"
             )
 
 
-def check_trainer(trainer: Any, *, optimizer_step: bool, exact: bool) -> None:
-    """Refuse options of a trainer under which a batch cannot be cut and replayed."""
+def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options of a trainer under which a batch cannot be cut and replayed.
+
+    Args:
+        trainer: the trainer.
+        options: those of `elastic=`.
+    """
     _check_processes(trainer.args, trainer.accelerator)
+    optimizer_step = options["optimizer_step"]
     _check_arguments(trainer.args, trainer.accelerator, optimizer_step=optimizer_step)
-    _check_batches(trainer, exact=exact)
+    _check_batches(trainer, exact=options["verify"])
+    check_kind(trainer, options)
 
 
 def _check_arguments(args: Any, accelerator: Any, *, optimizer_step: bool) -> None:
@@ -94,9 +107,10 @@ def _check_batches(trainer: Any, *, exact: bool) -> None:
             'cut into samples: say padding_free=False, or packing_strategy="wrapped" where '
             "packing=True"
         )
-    if exact and getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
+    config = getattr(trainer.model, "config", None)
+    if exact and (getattr(config, "output_router_logits", False) or has_router_loss(trainer)):
         raise UnsupportedError(
-            "output_router_logits=True adds the router's loss, which is no sum over samples: "
-            "leave it out, or take it piece by piece, as gradient accumulation does, by "
-            'elastic={"verify": False}'
+            "output_router_logits=True (in trl: router_aux_loss_coef) adds the router's loss, "
+            "which is no sum over samples: leave it out, or take it piece by piece, as gradient "
+            'accumulation does, by elastic={"verify": False}'
         )

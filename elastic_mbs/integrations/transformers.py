@@ -12,6 +12,7 @@ import functools
 import json
 import types
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +27,11 @@ from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, Usag
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.trainer_checks import check_class, check_trainer
-from elastic_mbs.integrations.trl_metrics import BatchMetrics, Note
+from elastic_mbs.integrations.trainer_rows import Rows
+from elastic_mbs.integrations.trl import rollouts
+from elastic_mbs.integrations.trl.kinds import rows_of
+from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
+from elastic_mbs.integrations.trl.rollouts import Completions
 from elastic_mbs.memory import oom
 from elastic_mbs.options import Options, check_names
 from elastic_mbs.rehearsal.verify import VerifyReport
@@ -97,6 +102,9 @@ class ElasticTrainerMixin(_Base):
             options = {
                 name: value for name, value in self._elastic_options.items() if name not in _OWN
             } | {"count": self._elastic_count}
+            length = self._elastic_rows.length
+            if options.get("pieces") == "by_length" and length is not None:
+                options.setdefault("length", length)
             self._elastic_of = (
                 self.model,
                 ElasticMBS(self.model, **options, scaler=self.accelerator.scaler, outputs=None),
@@ -105,8 +113,13 @@ class ElasticTrainerMixin(_Base):
 
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
-        check_trainer(self, optimizer_step=options["optimizer_step"], exact=options["verify"])
+        check_trainer(self, options)
         return self.elastic
+
+    @property
+    def _elastic_rows(self) -> Rows:
+        """The samples that the rows of a batch are."""
+        return rows_of(self)
 
     # ------------------------------------------------------------------ training
 
@@ -118,22 +131,26 @@ class ElasticTrainerMixin(_Base):
         mbs = self.elastic
         if not mbs.enabled:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
-        self._elastic_verify(inputs)
+        rows = self._elastic_rows
+        if rows.generated:
+            with rollouts.around_step(self, mbs):
+                return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
+        samples = rows.samples(inputs)
+        self._elastic_verify(samples)
+        rows.prepare(samples, mbs, model)
         metrics, notes = BatchMetrics(self), list[Note]()
         try:
-            for micro in mbs.micro_batches(inputs, name="training_step", own_graph=False):
+            for micro in mbs.micro_batches(samples, name="training_step", own_graph=False):
                 with micro:
                     metrics.restore()
-                    self._elastic_piece(model, micro, num_items_in_batch)
+                    with rows.losses_of(micro.data, samples):
+                        self._elastic_piece(model, micro, num_items_in_batch)
                     if metrics.kept:
-                        micro.on_commit(
-                            functools.partial(
-                                notes.append, metrics.note(self._elastic_count(micro.data).sum())
-                            )
-                        )
+                        note = metrics.note(self._elastic_weights(micro.data))
+                        micro.on_commit(functools.partial(notes.append, note))
         except BaseException as error:
             metrics.restore()
-            if not isinstance(error, CountError) or self._elastic_count(inputs).any():
+            if not isinstance(error, CountError) or self._elastic_count(samples).any():
                 raise
             # no label in the whole batch: it adds nothing
             return torch.zeros((), device=self.args.device)
@@ -142,12 +159,21 @@ class ElasticTrainerMixin(_Base):
         assert result is not None
         return result.loss
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the trainer's loss; of completions that it has generated, piece by piece."""
+        plain, rows = super().compute_loss, self._elastic_rows
+        if not isinstance(rows, Completions) or not self.elastic.enabled:
+            return plain(model, inputs, *args, **kwargs)
+        run = rollouts.train if torch.is_grad_enabled() else rollouts.evaluate
+        return run(self, self.elastic, rows, functools.partial(plain, model), inputs)
+
     def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any) -> None:
         """Run the trainer's step on one piece.
 
         In it `accelerator.backward` is the piece's, and the division for accumulation is ours.
         """
         total, steps = micro.total, getattr(self, "current_gradient_accumulation_steps", 1)
+        inputs = self._elastic_rows.rows(micro.data)
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
             if kwargs:
@@ -163,25 +189,28 @@ class ElasticTrainerMixin(_Base):
             micro.backward(loss)
 
         items = (
-            None
-            if num_items is None
-            else self._get_num_items_in_batch([micro.data], self.args.device)
+            None if num_items is None else self._get_num_items_in_batch([inputs], self.args.device)
         )
         self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
         try:
-            super().training_step(model, micro.data, items)
+            super().training_step(model, inputs, items)
         finally:
             del self.accelerator.backward
 
-    def _elastic_count(self, inputs: Any) -> Tensor:
+    def _elastic_count(self, samples: Any) -> Tensor:
         """Return the number of loss terms of each sample."""
-        count = self._elastic_options.get("count", self._elastic_labels)
-        found = None if count is None else count(inputs)
-        return (
-            torch.ones(find_batch_size(inputs), dtype=torch.long)
-            if found is None
-            else torch.as_tensor(found)
-        )
+        found = self._elastic_rows.count(samples)
+        if found is None:
+            count = self._elastic_options.get("count", self._elastic_labels)
+            found = None if count is None else count(samples)
+        if found is None:
+            return torch.ones(find_batch_size(samples), dtype=torch.long)
+        return torch.as_tensor(found)
+
+    def _elastic_weights(self, piece: Any) -> Mapping[str, float]:
+        """Return the weights of a piece in the metrics of its batch."""
+        found = self._elastic_rows.weights(piece)
+        return found or {"": float(self._elastic_count(piece).sum())}
 
     def _elastic_labels(self, inputs: Any) -> Tensor | None:
         """Return the number of labels that are not -100 in each sample, as the trainer counts.
@@ -199,7 +228,7 @@ class ElasticTrainerMixin(_Base):
             else None
         )
 
-    def _elastic_verify(self, inputs: Any) -> None:
+    def _elastic_verify(self, samples: Any) -> None:
         """Compare the loss of a few samples with the one put together from pieces.
 
         In the first step, and after the first batch that was split.
@@ -209,12 +238,13 @@ class ElasticTrainerMixin(_Base):
         if (
             not self._elastic_options["verify"]
             or split in self._elastic_verified
-            or (find_batch_size(inputs) or 1) < 2
+            or (find_batch_size(samples) or 1) < 2
         ):
             return
         metrics = BatchMetrics(self)
         try:
-            report = self.elastic.verify(self._elastic_loss, inputs)
+            with self._elastic_rows.comparable():
+                report = self.elastic.verify(self._elastic_loss, samples)
         except CountError:  # there are no labels in these samples: the next batch will have some
             return
         except RecoveryError as error:
@@ -235,10 +265,11 @@ class ElasticTrainerMixin(_Base):
 
     def _elastic_loss(self, piece: Any) -> Tensor:
         """Return the loss of a piece."""
+        inputs = self._elastic_rows.rows(piece)
         with torch.no_grad(), self.compute_loss_context_manager():
-            items = self._get_num_items_in_batch([piece], self.args.device)
+            items = self._get_num_items_in_batch([inputs], self.args.device)
             loss: Tensor = self.compute_loss(
-                self.model, self._prepare_inputs(piece), num_items_in_batch=items
+                self.model, self._prepare_inputs(inputs), num_items_in_batch=items
             )
         return loss.detach().requires_grad_()  # a graph would take memory
 
@@ -268,20 +299,18 @@ class ElasticTrainerMixin(_Base):
             Loss, logits and labels of the whole batch, on the host where `eval_accumulation_steps`
             is set.
         """
-        mbs = self.elastic
-        if not mbs.enabled:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
+        mbs, rows = self.elastic, self._elastic_rows
+        if not mbs.enabled or rows.generated:
+            with rollouts.around_step(self, mbs) if mbs.enabled else nullcontext():
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
         metrics = BatchMetrics(self)
+        samples = rows.samples(inputs)
+        rows.prepare(samples, mbs, model)
+        given = model, prediction_loss_only, ignore_keys
         try:
             found = mbs.evaluate(
-                functools.partial(
-                    self._elastic_predict,
-                    model=model,
-                    prediction_loss_only=prediction_loss_only,
-                    ignore_keys=ignore_keys,
-                    metrics=metrics,
-                ),
-                inputs,
+                functools.partial(self._elastic_predict, rows, samples, given, metrics),
+                samples,
                 outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
                 pad=-100,  # as the trainer fills up batches
             )
@@ -292,24 +321,46 @@ class ElasticTrainerMixin(_Base):
         metrics.join(notes)
         what, device = "join what the pieces have predicted", self.args.device
         return oom.retry(
-            what, lambda: (_mean(losses, counts), _joined(logits), _joined(labels)), (device,)
+            what,
+            lambda: (
+                _mean(losses, counts),
+                rows.joined(_joined(logits)),
+                rows.joined(_joined(labels)),
+            ),
+            (device,),
         )
 
     def _elastic_predict(
         self,
-        inputs: Any,
-        model: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None,
+        rows: Rows,
+        whole: Any,
+        given: tuple[Any, bool, Any],
         metrics: BatchMetrics,
+        piece: Any,
     ) -> Any:
         metrics.restore()
-        count = self._elastic_count(inputs).sum()
-        return (
-            *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys),
-            count,
-            metrics.note(count),
-        )
+        with rows.losses_of(piece, whole):
+            model, loss_only, ignored = given
+            loss, logits, labels = super().prediction_step(
+                model, rows.rows(piece), loss_only, ignored
+            )
+        note = metrics.note(self._elastic_weights(piece))
+        count = self._elastic_count(piece).sum()
+        return loss, rows.stored(logits), rows.stored(labels), count, note
+
+    def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
+        """Return the log-probabilities that a reference gives a batch of pairs, piece by piece.
+
+        `trl.DPOTrainer` asks for them before training, with `precompute_ref_log_probs=True`.
+        """
+        plain, rows, mbs = super().compute_ref_log_probs, self._elastic_rows, self.elastic
+        if not mbs.enabled:
+            return plain(model, inputs)
+
+        def reference(piece: Any) -> Any:
+            return plain(model, rows.rows(piece))
+
+        return mbs.evaluate(reference, rows.samples(inputs), outputs="device")
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the trainer's loop; the monitor stops with it where no training runs."""

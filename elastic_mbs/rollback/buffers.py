@@ -180,6 +180,17 @@ class BufferCopies:
         """Drop the snapshots: a call that fails before it has its own leaves the buffers alone."""
         self._call = self._piece = None
 
+    def let_go(self) -> None:
+        """Drop all copies, between two calls."""
+        self._call = self._piece = None
+        self._still, self._moved = NOTHING, set()
+        for memory in self._memory:
+            memory.let_go()
+
+    def held(self) -> list[Tensor | None]:
+        """Return the copies that are kept from one call to the next."""
+        return [*self._still.copies, *(copy for each in self._memory for copy in each.held)]
+
     def leave_device(self) -> None:
         """Put copies on the host from now on: they can be what a piece has no room for.
 

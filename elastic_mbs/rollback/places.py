@@ -393,4 +393,13 @@ class Memory:
     def leave_device(self) -> None:
         """Put copies on the host from now on, and let go of the ones that are there."""
         self._host = True
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Drop the memory; the next copies get some of their own."""
         self._tensors, self._copies, self._groups = [], [], []
+
+    @property
+    def held(self) -> list[Tensor | None]:
+        """The copies that are there."""
+        return self._copies

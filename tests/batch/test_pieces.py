@@ -81,7 +81,7 @@ def test_samples_that_differ_are_cut_by_what_they_cost(
     falling: list[int], size: int, minimum: int, align: int, most: int
 ) -> None:
     costs, n = PaddedCosts(sorted(falling, reverse=True)), len(falling)
-    pieces = costs.partition(0, n, size, minimum=minimum, align=align, most=most)
+    pieces = costs.partition(0, n, size, lambda at: most, minimum=minimum, align=align)
     assert [start for start, _ in pieces] + [n] == [0] + [stop for _, stop in pieces]
     lengths = [stop - start for start, stop in pieces]
     assert all(length % align == 0 for length in lengths[:-1])
@@ -94,7 +94,9 @@ def test_samples_that_differ_are_cut_by_what_they_cost(
         )
         assert lengths[0] == min(allowed, most)  # the first piece is the worst that the size means
         for start, stop in pieces:
-            halved = costs.partition(start, stop, max(1, costs.worth(start, stop) // 2), most=most)
+            halved = costs.partition(
+                start, stop, max(1, costs.worth(start, stop) // 2), lambda at: most
+            )
             assert len(halved) > 1 or costs.worth(start, stop) == 1
 
 
@@ -109,7 +111,7 @@ def test_samples_in_any_order_are_cut_by_the_sum_of_what_they_cost(
     each: list[int], size: int, minimum: int, align: int, most: int
 ) -> None:
     costs, n = RowCosts(each), len(each)
-    pieces = costs.partition(0, n, size, minimum=minimum, align=align, most=most)
+    pieces = costs.partition(0, n, size, lambda at: most, minimum=minimum, align=align)
     assert [start for start, _ in pieces] + [n] == [0] + [stop for _, stop in pieces]
     lengths = [stop - start for start, stop in pieces]
     assert all(length % align == 0 for length in lengths[:-1])
@@ -123,11 +125,13 @@ def test_samples_in_any_order_are_cut_by_the_sum_of_what_they_cost(
         assert max(lengths) <= most
         assert all(sum(each[start:stop]) <= size * max(each) for start, stop in pieces)
         for start, stop in pieces:
-            halved = costs.partition(start, stop, max(1, costs.worth(start, stop) // 2), most=most)
+            halved = costs.partition(
+                start, stop, max(1, costs.worth(start, stop) // 2), lambda at: most
+            )
             assert len(halved) > 1 or costs.worth(start, stop) == 1
 
 
 @given(st.integers(1, 40), st.integers(1, 45))
 def test_samples_that_cost_the_same_are_cut_to_the_size(n: int, size: int) -> None:
-    pieces = RowCosts([7] * n).partition(0, n, size, most=n)
+    pieces = RowCosts([7] * n).partition(0, n, size, lambda at: n)
     assert max(stop - start for start, stop in pieces) == longest(n, size)

@@ -6,9 +6,17 @@ import pytest
 
 from tests.helpers.examples import check_script
 
-SCRIPTS = ["accelerate_loop", "fabric_loop", "lightning_trainer", "transformers_trainer"]
+SCRIPTS = [
+    "accelerate_loop",
+    "fabric_loop",
+    "dpo_trainer",
+    "lightning_trainer",
+    "transformers_trainer",
+]
 
 
+# trl's own default says it in the old words
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
 @pytest.mark.no_oom_injection
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_learns_through_errors(

@@ -17,6 +17,7 @@ def test_every_framework_is_installed_here_in_a_tested_version() -> None:
         "lightning": True,
         "pytorch-lightning": True,
         "accelerate": True,
+        "trl": True,
     }
 
 
@@ -59,4 +60,5 @@ def test_the_doctor_names_what_is_installed_and_whether_it_was_tested() -> None:
         ("lightning", True),
         ("pytorch-lightning", True),
         ("accelerate", True),
+        ("trl", True),
     }

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import ElasticMBS, Policy
 from elastic_mbs.testing.faults import RandomFaults
 from stress.reference.state import error_of
 from tests.helpers.room import ROOT
@@ -43,6 +43,26 @@ class Agent(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.policy(x), self.value(x).squeeze(1)
+
+
+class Writer(nn.Module):
+    """A language model that reads from left to right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.read = nn.Embedding(9, 6), nn.GRU(6, 6, batch_first=True)
+        self.head = nn.Linear(6, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.read(self.embed(ids))[0])
+        return scores
+
+
+def completions() -> dict[str, Tensor]:
+    """Return a rollout: 16 texts of 3 to 12 tokens, four for each prompt, with their rewards."""
+    lengths = torch.tensor([12, 3, 5, 9, 4, 4, 7, 3, 11, 6, 3, 5, 8, 4, 3, 10])
+    mask = (torch.arange(12) < lengths[:, None]).long()
+    return {"ids": torch.randint(1, 9, mask.shape) * mask, "mask": mask, "rewards": torch.rand(16)}
 
 
 class Criterion(nn.Module):
@@ -116,11 +136,14 @@ def world(*, fits: int) -> dict[str, Any]:
         "agent": agent,
         "rollout": {**rollout, "observations": dataset.tensors[0], "actions": dataset.tensors[1]},
     }
+    lm = Writer()
+    optimizer.add_param_group({"params": [*lm.parameters()]})
+    grpo = {"lm": lm, "completions": completions(), "Policy": Policy}
     rnn = nn.GRU(4, 3, num_layers=2, batch_first=True)
     optimizer.add_param_group({"params": [*rnn.parameters()]})
     text = torch.randn(3, 8, 5, 4).unbind(), torch.randint(0, 3, (3, 8, 5)).unbind()
     bptt = {"rnn": rnn, "chunks": [*zip(*text, strict=True)]}
-    loops = {**data, **half, **gan, **ppo, **bptt}
+    loops = {**data, **half, **gan, **ppo, **grpo, **bptt}
     return {"torch": torch, "ElasticMBS": ElasticMBS, **subject, **loops}
 
 
@@ -173,7 +196,7 @@ def test_both_sides_of_every_diff_train_the_same(
 
 
 def test_the_page_has_a_diff_of_few_lines_for_every_kind_of_loop() -> None:
-    assert len(DIFFS) == len(SECTIONS) + 1 == 16  # accumulation has two
+    assert len(DIFFS) == len(SECTIONS) + 1 == 17  # accumulation has two
     texts = [
         {
             sign: {

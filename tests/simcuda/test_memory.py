@@ -175,6 +175,28 @@ def test_outputs_of_two_devices_come_to_the_host(apart: Callable[..., None]) -> 
     apart(use_both, SIMCUDA_DEVICES=2)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_release_gives_back_what_the_allocator_has_cached(
+    simulation: Simulation, gradients: bool
+) -> None:
+    model, batch = wide(DEVICE), batch_on(DEVICE, 256)
+    torch.cuda.empty_cache()
+    with elastic(model, micro_batch_size=64, outputs="device") as mbs:
+        mbs.backward(lambda piece: (loss_of(model, piece), model.first(piece[0])), batch)
+        outputs = sum(each.nbytes for each in [mbs.last_result.outputs])  # type: ignore[union-attr]
+        reserved, free = torch.cuda.memory_reserved(DEVICE), simulation.free()
+        cached = reserved - torch.cuda.memory_allocated(DEVICE)
+        grads = sum(leaf.nbytes for leaf in model.parameters())
+        freed = mbs.release(gradients=gradients)
+        assert cached > 64 * MEBI
+        assert freed >= 0.95 * (cached + outputs + (grads if gradients else 0))
+        assert freed == reserved - torch.cuda.memory_reserved(DEVICE)
+        assert freed == simulation.free() - free  # another process can have them
+        reference = by_hand(model, batch, ((0, 256),))
+        mbs.backward(lambda piece: loss_of(model, piece), batch)
+    assert off_by(model, reference) <= 1e-12
+
+
 def share(line: Any, seed: int) -> None:
     """Train as one of two on a device that has room for one and a half."""
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from elastic_mbs.batch.containers import Path, Role, kind_of, map_tensors
+from elastic_mbs.batch.containers import Path, Role, kind_of, map_tensors, tensors_in
 from elastic_mbs.batch.join import Order, Pad, join
 from elastic_mbs.device import accelerator_of
 from elastic_mbs.errors import UsageError
@@ -192,6 +192,17 @@ def with_losses(result: StepResult, loss: Tensor, named: Mapping[str, Tensor]) -
 def stored_bytes(result: StepResult) -> int:
     """Return the size of the outputs that have not been joined yet."""
     return sum(stored.nbytes for stored in result._outputs if stored is not None)
+
+
+def output_tensors(result: StepResult) -> list[Tensor]:
+    """Return the tensors in the outputs, where they lie now."""
+    kept = [*result._outputs, result._joined]
+    return tensors_in([each._value if isinstance(each, StoredOutput) else each for each in kept])
+
+
+def without_outputs(result: StepResult) -> StepResult:
+    """Return the same result without its outputs."""
+    return replace(result, _outputs=[], _joined=None)
 
 
 @dataclass

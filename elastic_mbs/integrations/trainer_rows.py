@@ -1,0 +1,64 @@
+"""The rows of a trainer's batch, and the samples that they are for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from elastic_mbs.runtime import ElasticMBS
+
+
+class Rows:
+    """A batch with one row per sample, as most trainers have it.
+
+    Attributes:
+        generated: the trainer makes the rows itself, inside its step.
+    """
+
+    generated = False
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def length(self) -> Callable[[Any], Tensor] | None:
+        """A function samples → lengths, for `pieces="by_length"`; None where the user says it."""
+        return None
+
+    def samples(self, inputs: Any) -> Any:
+        """Return the trainer's batch as samples."""
+        return inputs
+
+    def rows(self, piece: Any) -> Any:
+        """Return samples as the trainer's batch."""
+        return piece
+
+    def count(self, samples: Any) -> Tensor | None:
+        """Return the loss terms of each sample; None where its labels tell."""
+        return None
+
+    def weights(self, piece: Any) -> Mapping[str, float]:
+        """Return the weights of a piece in the metrics of its batch, by kind."""
+        return {}
+
+    def prepare(self, samples: Any, mbs: ElasticMBS, model: Any) -> None:
+        """Find out what the loss of each piece needs to know of its batch."""
+
+    def losses_of(self, piece: Any, whole: Any) -> AbstractContextManager[None]:
+        """Return a context in which the trainer's loss of a piece adds up to that of `whole`."""
+        return nullcontext()
+
+    def comparable(self) -> AbstractContextManager[None]:
+        """Return a context in which losses of a few samples can be compared with each other."""
+        return nullcontext()
+
+    def stored(self, outputs: Any) -> Any:
+        """Return outputs of a piece with one row per sample, to be joined."""
+        return outputs
+
+    def joined(self, outputs: Any) -> Any:
+        """Return joined outputs as the trainer has them."""
+        return outputs

@@ -1,0 +1,1 @@
+"""trl's trainers: their rows, losses and metrics, as `elastic_trainer` needs them."""
