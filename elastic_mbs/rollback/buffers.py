@@ -35,6 +35,7 @@ from elastic_mbs.rollback.places import (
     is_state,
     plain_of,
     same_bits,
+    switched,
     tensors_of,
     versions,
 )
@@ -318,7 +319,7 @@ class BufferCopies:
                     if copy is not None and not same_bits(copy, still.tensors[i])
                 )
             self._follow(late)
-        moved |= _switched(still, moved)
+        moved |= switched(still, moved)
         found = [still.places.all[i] for i in sorted(moved - self._moved) if is_state(still, i)]
         new = Places.of([*found, *made])
         self._changing |= new.keys()
@@ -480,16 +481,6 @@ def _always_changes(place: Place) -> bool:
         return False
     updated = module.training or not _keeps_statistics(module)
     return updated and copyable(module._buffers[place.name])
-
-
-def _switched(still: Snapshot, moved: set[int]) -> set[int]:
-    """Return the places of modules that the forward has put in training mode.
-
-    One of several running statistics has raised its version there: the count does.
-    """
-    owners = still.places.owners
-    switched = {id(owners[i]) for i in moved if "running_mean" in owners[i]}
-    return {i for i, owner in enumerate(owners) if id(owner) in switched}
 
 
 def _numbers(module: nn.Module) -> Key:

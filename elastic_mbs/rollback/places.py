@@ -338,6 +338,16 @@ def _has_grown(then: Tensor, now: Tensor) -> bool:
     return rows < len(now) and any(same_bits(kept, each) for each in (now[:rows], now[-rows:]))
 
 
+def switched(still: Snapshot, moved: set[int]) -> set[int]:
+    """Return the places of modules that the forward has put in training mode.
+
+    One of several running statistics has raised its version there: the count does.
+    """
+    owners = still.places.owners
+    training = {id(owners[i]) for i in moved if "running_mean" in owners[i]}
+    return {i for i, owner in enumerate(owners) if id(owner) in training}
+
+
 class Memory:
     """Memory for copies of tensors, which is filled again and again."""
 
