@@ -9,6 +9,9 @@ they are run without those keys, and write without a trace.
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +27,19 @@ from torch.utils._python_dispatch import (
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@functools.cache
+def import_compiler() -> None:
+    """Import torch's compiler, as the first operation under any mode does.
+
+    `torch.fx.wrap` keeps its own frame in a cycle during that import, and with it all frames around
+    it: a batch in one of them would live on. On a thread of its own nothing is around it.
+    """
+    if "torch._dynamo" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+        thread.start()
+        thread.join()
+
+
 class VersionedMode(TorchDispatchMode):
     """A mode under which every edit in place raises versions, as it does without a mode."""
 
@@ -31,6 +47,7 @@ class VersionedMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
+        import_compiler()
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __torch_dispatch__(

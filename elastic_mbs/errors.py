@@ -61,7 +61,7 @@ class NestedCallError(MisuseError):
 
 
 class StepInsideError(MisuseError):
-    """`optimizer.step()` ran before every piece of the batch had been accumulated."""
+    """An optimizer or a scheduler stepped before every piece of the batch had been accumulated."""
 
 
 class BackwardInsideError(MisuseError):

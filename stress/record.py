@@ -39,6 +39,7 @@ class Needs:
     # Peak of all work besides the pieces: making a batch, the copies of the optimizer step. No peak
     # is below it.
     floor: int = 0
+    singly: int = 0  # peak of the first steps, made one parameter at a time
 
     @property
     def one(self) -> int:

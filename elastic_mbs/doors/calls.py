@@ -234,7 +234,7 @@ class Calls:
         """Step the optimizer, or leave it as it was. See `ElasticMBS.optimizer_step`."""
         self.check_complete()
         if (call := running_call()) is not None:
-            call.check_step(optimizer)
+            call.check_step(optimizer, type(optimizer).__name__)
         try:
             self._guarded_step(optimizer, closure)
         finally:

@@ -254,7 +254,7 @@ class Call:
             Whether the error is swallowed.
         """
         try:
-            self.parts.hooks.end()  # first of all: the rest needs memory itself
+            self.parts.hooks.end(clean=error is None)  # first: the rest needs memory itself
             if error is None:
                 if self.phase is Phase.DONE:
                     raise IncompleteBatchError(
@@ -455,20 +455,23 @@ class Call:
 
     # ------------------------------------------------------------------ misuse
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step of an optimizer over the leaves of this batch while it is incomplete."""
+    def check_step(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """Refuse a step over the leaves of this batch while it is incomplete.
+
+        Args:
+            optimizer: the optimizer that steps, or whose learning rate does.
+            name: the class that steps, for the error.
+        """
         ledger, groups = self.resources.ledger, optimizer.param_groups
         leaf_of = self.resources.model.leaf_of
         if not any(leaf_of(leaf) in ledger for group in groups for leaf in group["params"]):
             return  # an optimizer of the step's own, over tensors that it makes itself
         if self.inside:
             raise StepInsideError(
-                f"{type(optimizer).__name__}.step() ran inside the step function, on a part of "
-                "the gradient: step once, after the batch"
+                f"{name}.step() ran inside the step function, which runs once for each piece: "
+                "step once, after the batch"
             )
-        self.leave_early(
-            f"{type(optimizer).__name__}.step() ran before the whole batch was accumulated"
-        )
+        self.leave_early(f"{name}.step() ran before the whole batch was accumulated")
 
     def check_inside(self, attempt: Attempt, what: str) -> None:
         """Refuse a value given to an attempt that has not begun or is over: it would be lost."""

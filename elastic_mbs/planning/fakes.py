@@ -37,6 +37,8 @@ class Fakes:
         vars(self.mode)["planned_by"] = plan
         # each with its original, which keeps its id taken
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        # buffers that can be masks; smaller ones are flags and counts, which a step changes
+        self.tables: list[Tensor] = []
 
     def __call__(self, real: Tensor) -> Tensor:
         """Return the fake of a tensor, without a gradient.
@@ -78,6 +80,9 @@ class Fakes:
             for box in values.values()
             if isinstance(box, list | dict)
         ]
+
+        buffers = (buffer for module in modules for buffer in module._buffers.values())
+        self.tables = [each for each in buffers if each is not None and each.ndim > 1]
 
         def put_back() -> None:
             for box, content in (*boxes, *attributes):

@@ -40,6 +40,11 @@ _REASONS: dict[type[Exception], str] = {
     UntraceableStepError: "the optimizer's step cannot be traced, plan without optimizer=",
 }
 
+_NUMPY = (
+    "loss_fn hands a tensor to numpy (a matching of boxes by scipy, say), and fake tensors have no "
+    "values"
+)
+
 
 def plan(
     context: Resources,
@@ -156,7 +161,7 @@ def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:
 def _why(error: Exception) -> str:
     known = next(
         (words for kind, words in _REASONS.items() if isinstance(error, kind)),
-        "loss_fn cannot be traced on fake tensors",
+        _NUMPY if ".numpy()" in str(error) else "loss_fn cannot be traced on fake tensors",
     )
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{known} ({type(error).__name__}: {text[:200]})"

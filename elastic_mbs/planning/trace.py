@@ -60,6 +60,8 @@ class Tracer:
         counter = flops_of if count else None
         timeline = Timeline(self.context.devices[0], self.fakes.mode, counter, values=values)
         start, stop, exact = self.view.example(size)
+        for real in self.fakes.tables:
+            values.know(self.fakes(real), real)
         data = self._data(start, stop, values)
         # a batch can require grad: taken whole it is among the fakes, and else its own leaf
         inputs = [t for t in (*tensors_in(data), *self.view.tensors) if t.requires_grad]
@@ -102,7 +104,7 @@ class Tracer:
 
         def faked(real: Tensor) -> Tensor:
             fake = self.fakes(real)
-            values.know(fake, real)
+            values.know_labels(fake, real)
             return fake
 
         return map_tensors(self.view.piece(start, stop), faked)

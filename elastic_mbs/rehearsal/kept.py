@@ -17,6 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from elastic_mbs.dispatch import import_compiler
+
 
 class Kept(TorchDispatchMode):
     """A mode that keeps what is about to be edited, and puts unknown modules in evaluation.
@@ -30,6 +32,7 @@ class Kept(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, known: Sequence[nn.Module]) -> None:
+        import_compiler()
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self._known = set(known)
         self._thread = threading.get_ident()

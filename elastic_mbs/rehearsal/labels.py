@@ -72,18 +72,20 @@ class LabelMeans(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def way_out(view: BatchView, mean: LabelMean) -> str:
-    """Return the `count=` of a mean over labels, and what it is a mean over."""
-    over = "" if mean.weight is None else ", weighted by class"
+def way_out(view: BatchView, mean: LabelMean) -> str | None:
+    """Return the `count=` of a mean over labels, and what it is a mean over.
+
+    None where the labels are no field of the batch, or weights are summed over several rows.
+    """
     field = _field_of(view, mean.labels)
-    ignored = mean.ignore_index
-    what = f"is a mean over the labels that are not {ignored}{over}"
     if field is None:
-        terms = "labels" if mean.weight is None else "labels' weights, w[y].sum() of each"
-        return f"{what}: give count= a function batch → the number of such {terms} in each sample"
+        return None
     name, shift = field
+    ignored = mean.ignore_index
     if mean.weight is None:
         return _token_count(name, ignored, shift=shift)
+    if not _has_a_row_each(view, name):
+        return None
     place = _place(view.batch, name) + ("[:, 1:]" if shift else "")
     deep = ".flatten(1).sum(1)" if _tensor(view, name).ndim > 1 else ""
     if not bool((mean.labels == ignored).any()):
@@ -92,7 +94,22 @@ def way_out(view: BatchView, mean: LabelMean) -> str:
         weights = f"torch.where({place} == {ignored}, 0, w[{place}])"
     else:
         weights = f"torch.where({place} == {ignored}, 0, w[{place}.clamp(min=0)])"
-    return f"{what}: give count=lambda b: {weights}{deep}, with w its weight="
+    return f"{_over(mean)}: give count=lambda b: {weights}{deep}, with w its weight="
+
+
+def in_words(mean: LabelMean) -> str:
+    """Return the way out for labels that the loss function makes itself."""
+    terms = (
+        "the number of such labels"
+        if mean.weight is None
+        else "the sum of the weights of such labels, w[y].sum(),"
+    )
+    return f"{_over(mean)}: give count= a function batch → {terms} in each sample"
+
+
+def _over(mean: LabelMean) -> str:
+    weighted = "" if mean.weight is None else ", weighted by class"
+    return f"is a mean over the labels that are not {mean.ignore_index}{weighted}"
 
 
 def _token_count(name: str, ignored: int, *, shift: bool) -> str:
@@ -120,9 +137,11 @@ def guessed(
     """
     tensors = sorted(view.named_tensors(), key=lambda each: each[0] != ready)
     for name, tensor in tensors:
-        rows = rows_of(view, tensor)
-        for value in [] if rows is None else _values(rows):
-            for shift in (False, True)[: 1 + (tensor.ndim > 1)]:
+        several = view.rows_of(tensor) is not None  # each sample has several, flat in one row
+        rows = tensor.cpu().reshape(-1, 1) if several else rows_of(view, tensor)
+        # of several rows other fields than labels count as many by chance: first rows, positions
+        for value in [] if rows is None or (several and name != ready) else _values(rows):
+            for shift in (False, True)[: 1 + (several or tensor.ndim > 1)]:
                 try:
                     key = _key(name) if name else (lambda batch: batch)
                     counted = count_tokens(key, ignore_index=value, shift=shift).of(view)
@@ -144,15 +163,27 @@ def _tensor(view: BatchView, name: str) -> Tensor:
     return dict(view.named_tensors())[name]
 
 
+def _has_a_row_each(view: BatchView, name: str) -> bool:
+    """Return whether a field has one row for each sample on dim 0."""
+    tensor = _tensor(view, name)
+    return view.dim_of(tensor) == 0 and view.rows_of(tensor) is None
+
+
 def _field_of(view: BatchView, labels: Tensor) -> tuple[str, bool] | None:
     """Return the name of the field that the labels are, and whether its first are left out."""
     flat = labels.flatten().cpu()
     for name, tensor in view.named_tensors():
-        if tensor.is_floating_point() or view.dim_of(tensor) != 0 or not name:
+        dim = view.dim_of(tensor)
+        if tensor.is_floating_point() or dim is None or not name:
             continue
-        for shift in (False, True)[: 1 + (tensor.ndim > 1)]:
-            if torch.equal((tensor[:, 1:] if shift else tensor).flatten().cpu(), flat):
-                return name, shift
+        if torch.equal(tensor.flatten().cpu(), flat):
+            return name, False
+        first = tensor.movedim(dim, 0)
+        several = view.rows_of(tensor) is not None
+        if several or tensor.ndim > 1:
+            shifted = first[1:] if several else first[:, 1:]
+            if torch.equal(shifted.flatten().cpu(), flat):
+                return name, True
     return None
 
 

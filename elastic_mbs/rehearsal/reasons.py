@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from elastic_mbs.batch.counts import looks_like_token_labels
 from elastic_mbs.rehearsal.comparison import Comparison
-from elastic_mbs.rehearsal.labels import LabelMeans, guessed, way_out
+from elastic_mbs.rehearsal.labels import LabelMeans, guessed, in_words, way_out
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ def _label_mean(compared: Comparison, name: str | None) -> str | None:
         for ran, mean in zip(compared.ones, pieces, strict=True):
             counted[ran.start] = mean.terms()  # of the piece
         if compared.is_mean_over(name, counted):
-            return _named(compared, name, way_out(compared.view, whole))
+            found = way_out(compared.view, whole) or _guess(compared, name) or in_words(whole)
+            return _named(compared, name, found)
     return None
 
 
@@ -165,12 +166,16 @@ def _label_guess(compared: Comparison, name: str | None) -> str | None:
     """Name the count that the batch's own labels or masks give."""
     if compared.reduction != "mean":
         return None
-    found = guessed(
+    found = _guess(compared, name)
+    return None if found is None else _named(compared, name, found)
+
+
+def _guess(compared: Comparison, name: str | None) -> str | None:
+    return guessed(
         compared.view,
         lambda counted: compared.is_mean_over(name, counted),
         looks_like_token_labels(compared.view),
     )
-    return None if found is None else _named(compared, name, found)
 
 
 def _named(compared: Comparison, name: str | None, found: str) -> str:

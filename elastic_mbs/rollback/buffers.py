@@ -32,8 +32,10 @@ from elastic_mbs.rollback.places import (
     Snapshot,
     containers_of,
     copyable,
+    is_state,
     plain_of,
     same_bits,
+    switched,
     tensors_of,
     versions,
 )
@@ -58,6 +60,7 @@ class _Layout:
         still: the places that are not known to change.
         plain: modules whose numbers, flags and strings go back with the buffers.
         containers: lists, deques, sets and dicts that go back, too.
+        open: modules whose attributes are all looked at, in a first call.
     """
 
     key: object = ABSENT
@@ -71,6 +74,7 @@ class _Layout:
     still: Places = NOWHERE
     plain: Sequence[nn.Module] = ()
     containers: Sequence[tuple[nn.Module, str]] = ()
+    open: Sequence[nn.Module] = ()
 
     @cached_property
     def split_shows(self) -> bool:
@@ -99,6 +103,9 @@ class BufferCopies:
     compares values. Running statistics that can change always count as changing, because eager
     BatchNorm does not raise their version. Copies go to the host where they do not fit.
 
+    An attribute that the first clean piece has made (a queue, a centre, a table) is kept until the
+    next clean one shows whether it is state.
+
     A module that was not given can come into use in a later call, or be new there. Its numbers,
     containers and small tensors are kept in every call, and all of its tensors where it is new.
     """
@@ -112,6 +119,8 @@ class BufferCopies:
         self._on_host = on_host
         self._changing: set[Key] = set()  # places, containers, and modules with changing numbers
         self._learned: set[object] = set()
+        self._unproven: set[Key] = set()  # attributes that the latest first clean piece has made
+        self._made_in_call: set[Key] = set()  # the ones of the running call
         self._layout = _Layout()
         self._memory = Memory(on_host), Memory(on_host)
         self._still = NOTHING  # state that is not known to change, at the call's start
@@ -163,7 +172,7 @@ class BufferCopies:
             new = beside - layout.beside
             layout = self._look(_Layout(key, modes, list(every), owners, names, beside))
             self._layout = layout
-        self._still, self._moved = NOTHING, set()
+        self._still, self._moved, self._made_in_call = NOTHING, set(), set()
         if layout.still.names:
             self._still = self._kept(layout, new)
         self._call = self._piece = self._take(0) if self.busy else NOTHING
@@ -184,13 +193,16 @@ class BufferCopies:
         return [*self._still.copies, *(copy for each in self._memory for copy in each.held)]
 
     def leave_device(self) -> None:
-        """Put copies on the host from now on: they can be what a piece has no room for."""
+        """Put copies on the host from now on: they can be what a piece has no room for.
+
+        Where the host has no room, the ones that are left stay where they are.
+        """
+        for memory in self._memory:
+            memory.leave_device()
         with torch.inference_mode(False), self._on_host():
             for snapshot in (self._call, self._piece):
                 if snapshot is not None:
                     snapshot.leave_device()
-        for memory in self._memory:
-            memory.leave_device()
 
     # ------------------------------------------------------------------ what there is to copy
 
@@ -204,7 +216,12 @@ class BufferCopies:
                 # In a first call it is not known yet whether modules that were not given run.
                 if place.key in learned or ((known or not beside) and _always_changes(place)):
                     changing.append(place)
-                elif not known or place.kind == "buffer" or (beside and place.kind != "parameter"):
+                elif (
+                    not known
+                    or place.kind == "buffer"
+                    or place.key in self._unproven
+                    or (beside and place.kind != "parameter")
+                ):
                     still.append(place)
         return replace(
             layout,
@@ -225,12 +242,13 @@ class BufferCopies:
                 for name in containers_of(module)
                 if not known or id(module) in layout.beside or (id(vars(module)), name) in learned
             ],
+            open=() if known else layout.modules,
         )
 
     def changes(self, module: nn.Module) -> bool:
         """Return whether state of this module is known to change."""
         keys = {id(module._buffers), id(module._parameters), id(vars(module))}
-        return any(owner in keys for owner, _ in self._changing)
+        return any(owner in keys for owner, _ in self._changing | self._unproven)
 
     def _kept(self, layout: _Layout, new: frozenset[int]) -> Snapshot:
         """Return the state that is not known to change; in a first call with its values.
@@ -243,11 +261,11 @@ class BufferCopies:
         """
         tensors = layout.still.hanging()
         kept: list[Tensor | None] = [None] * len(tensors)
-        if layout.beside or not layout.known:
+        if layout.beside or self._unproven or not layout.known:
             for i, (place, tensor) in enumerate(zip(layout.still.all, tensors, strict=True)):
                 if place.kind == "parameter" or not copyable(tensor):
                     continue
-                if not layout.known or id(place.module) in new:
+                if not layout.known or id(place.module) in new or place.key in self._unproven:
                     kept[i] = self._host_copy(tensor)
                 elif id(place.module) in layout.beside and tensor.nbytes <= _SMALL:
                     with torch.inference_mode(False):
@@ -284,11 +302,15 @@ class BufferCopies:
         """
         layout, still = self._layout, self._still
         moved = set(still.changed()) - self._moved
+        if layout.known and self._unproven:  # the ones that have moved are state, or features
+            self._unproven -= still.places.keys()
         if layout.known and not moved:
             return layout.split_shows
-        made = list[Place]()
+        made, containers = list[Place](), layout.containers
         if not layout.known:
             made = self._made()
+            late, more = self._late()
+            containers = [*containers, *more]
             self._learn_attributes()
             with self._on_host():
                 moved.update(
@@ -296,13 +318,10 @@ class BufferCopies:
                     for i, copy in enumerate(still.copies)
                     if copy is not None and not same_bits(copy, still.tensors[i])
                 )
-        # Where one of several running statistics has raised its version (the count does), the
-        # forward has put its module in training mode.
-        owners = still.places.owners
-        switched = {id(owners[i]) for i in moved if "running_mean" in owners[i]}
-        moved.update(i for i, owner in enumerate(owners) if id(owner) in switched)
-        found = (i for i in sorted(moved - self._moved) if _is_state(still, i))
-        new = Places.of([*(still.places.all[i] for i in found), *made])
+            self._follow(late)
+        moved |= switched(still, moved)
+        found = [still.places.all[i] for i in sorted(moved - self._moved) if is_state(still, i)]
+        new = Places.of([*found, *made])
         self._changing |= new.keys()
         self._learned.add((layout.key, layout.modes))
         # The next call looks again.
@@ -311,9 +330,10 @@ class BufferCopies:
             key=ABSENT,
             known=True,
             changing=Places.of([*layout.changing.all, *new.all]),
+            still=self._still.places,
             containers=[
                 (module, name)
-                for module, name in layout.containers
+                for module, name in containers
                 if id(module) in layout.beside or (id(vars(module)), name) in self._changing
             ],
         )
@@ -327,6 +347,48 @@ class BufferCopies:
             _numbers(module) for module, saved in start.attributes if plain_of(module) != saved
         )
         self._changing.update(each.key for each in start.containers if each.changed())
+
+    def _late(self) -> tuple[Snapshot, list[tuple[nn.Module, str]]]:
+        """Return the tensors and the containers in attributes that a first clean piece has made."""
+        made = self._made_attributes(since_call=False)
+        late = Places.of(
+            place for place in made if isinstance(vars(place.module)[place.name], Tensor)
+        )
+        containers = [(each.module, each.name) for each in made if each not in late.all]
+        self._changing.update((id(vars(module)), name) for module, name in containers)
+        tensors = late.hanging()
+        kept = [self._host_copy(tensor) if copyable(tensor) else None for tensor in tensors]
+        return NOTHING._replace(
+            places=late, tensors=tensors, copies=kept, versions=versions(tensors)
+        ), containers
+
+    def _follow(self, late: Snapshot) -> None:
+        """Keep attributes that a clean piece has made, until another one shows what they are."""
+        self._still = self._still.followed_by(late)
+        self._made_in_call |= late.places.keys()
+        self._unproven |= late.places.keys()
+
+    def _made_attributes(self, *, since_call: bool) -> list[Place]:
+        """Return tensors and containers in attributes that are not known.
+
+        Args:
+            since_call: include the ones that earlier pieces of the call have made.
+        """
+        layout, start = self._layout, self._call
+        if start is None:
+            return []
+        there = self._still.places.keys() | {each.key for each in start.containers}
+        if since_call:
+            there = (there - self._made_in_call) | start.places.keys()
+        else:
+            there |= layout.changing.keys()
+            there |= {(id(vars(module)), name) for module, name in layout.containers}
+        return [
+            Place(module, vars(module), name, "tensor")
+            for module in layout.open
+            for name in (*tensors_of(module), *containers_of(module))
+            if (id(vars(module)), name) not in there
+        ]
 
     def _made(self, *, since_call: bool = False) -> list[Place]:
         """Return the buffers in places where there was none when the call began.
@@ -364,6 +426,8 @@ class BufferCopies:
         since_call = snapshot is self._call
         with torch.inference_mode(False), torch.no_grad(), self._on_host():
             lost = self._still.put_back(skip=() if since_call else self._moved)
+            for place in self._made_attributes(since_call=since_call):
+                del place.owner[place.name]
             if snapshot is not None:
                 lost = snapshot.put_back() or lost
         for place in self._made(since_call=since_call):
@@ -417,29 +481,6 @@ def _always_changes(place: Place) -> bool:
         return False
     updated = module.training or not _keeps_statistics(module)
     return updated and copyable(module._buffers[place.name])
-
-
-def _is_state(before: Snapshot, i: int) -> bool:
-    """Return whether a change is one of state: features that a module stores are none."""
-    place, then = before.places.all[i], before.tensors[i]
-    if place.kind != "tensor":
-        return True
-    now = place.owner.get(place.name)
-    if not isinstance(now, Tensor) or now.requires_grad:
-        return False
-    return now.shape == then.shape or _has_grown(then, now)
-
-
-def _has_grown(then: Tensor, now: Tensor) -> bool:
-    """Return whether the rows of one tensor are the first or the last ones of a longer one."""
-    if not (copyable(then) and copyable(now)):
-        return False
-    if not then.numel():
-        return True  # torch joins an empty one to rows of any width
-    if not 0 < then.ndim == now.ndim:
-        return False
-    rows, kept = len(then), then.detach().to("cpu")
-    return rows < len(now) and any(same_bits(kept, each) for each in (now[:rows], now[-rows:]))
 
 
 def _numbers(module: nn.Module) -> Key:

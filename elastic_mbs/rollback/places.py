@@ -113,6 +113,15 @@ class Snapshot(NamedTuple):
     attributes: list[tuple[nn.Module, dict[str, Any]]]
     containers: list[Contents]
 
+    def followed_by(self, other: Snapshot) -> Snapshot:
+        """Return both snapshots as one, without attributes and containers of the other."""
+        return self._replace(
+            places=Places.of([*self.places.all, *other.places.all]),
+            tensors=[*self.tensors, *other.tensors],
+            copies=[*self.copies, *other.copies],
+            versions=[*self.versions, *other.versions],
+        )
+
     def changed(self) -> list[int]:
         """Return the places with another tensor, or with another version of it."""
         now = self.places.hanging()
@@ -304,6 +313,39 @@ def same_bits(copy: Tensor, tensor: Tensor) -> bool:
         and a.dtype == b.dtype
         and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     )
+
+
+def is_state(before: Snapshot, i: int) -> bool:
+    """Return whether a change is one of state: features that a module stores are none."""
+    place, then = before.places.all[i], before.tensors[i]
+    if place.kind != "tensor":
+        return True
+    now = place.owner.get(place.name)
+    if not isinstance(now, Tensor) or now.requires_grad:
+        return False
+    return now.shape == then.shape or _has_grown(then, now)
+
+
+def _has_grown(then: Tensor, now: Tensor) -> bool:
+    """Return whether the rows of one tensor are the first or the last ones of a longer one."""
+    if not (copyable(then) and copyable(now)):
+        return False
+    if not then.numel():
+        return True  # torch joins an empty one to rows of any width
+    if not 0 < then.ndim == now.ndim:
+        return False
+    rows, kept = len(then), then.detach().to("cpu")
+    return rows < len(now) and any(same_bits(kept, each) for each in (now[:rows], now[-rows:]))
+
+
+def switched(still: Snapshot, moved: set[int]) -> set[int]:
+    """Return the places of modules that the forward has put in training mode.
+
+    One of several running statistics has raised its version there: the count does.
+    """
+    owners = still.places.owners
+    training = {id(owners[i]) for i in moved if "running_mean" in owners[i]}
+    return {i for i, owner in enumerate(owners) if id(owner) in training}
 
 
 class Memory:

@@ -15,6 +15,7 @@ from elastic_mbs.batch.pieces import longest
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify
+from elastic_mbs.optimizer.known import one_by_one, with_gradient
 
 from ..limits import MemoryLimit, in_child
 from ..models.subject import Subject
@@ -111,6 +112,9 @@ def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
     for step in range(min(steps, LOOKED_AT)):
         batch_of(subject, step)
     floor = max(held + copies, memory.peak())
+    del optimizer, guarded  # with its state
+    gc.collect()
+    singly = _Pieces(memory, subject, steps).singly(sizes[0])
     return Needs(
         samples,
         rest,
@@ -119,6 +123,7 @@ def measure(memory: MemoryLimit, subject: Subject, steps: int) -> Needs:
         first,
         held,
         floor,
+        singly,
     )
 
 
@@ -140,6 +145,19 @@ class _Pieces:
     def peak(self, run: Callable[[], object]) -> int:
         self._memory.reset_peak()
         run()
+        return self._memory.peak()
+
+    def singly(self, size: int) -> int:
+        """Return the peak of an optimizer's first steps that go one parameter at a time."""
+        optimizer = self._subject.optimizer(self._subject.model.parameters())
+        if not one_by_one(optimizer):
+            return 0
+        self.run(size)
+        steps = list(with_gradient(optimizer))
+        self._memory.reset_peak()
+        for group, parameter in steps * 2:  # in the first one the last states come late
+            optimizer.param_groups = [{**group, "params": [parameter]}]
+            optimizer.step()
         return self._memory.peak()
 
     def least_room(self, size: int, most: int) -> int:

@@ -33,7 +33,8 @@ class Supply:
     when: When = "before"
     # Room for half of the smallest micro-batch's need only.
     starved: bool = False
-    # Room for model, gradients, optimizer state, and half of the optimizer step's own need.
+    # Room for the optimizer's first step one parameter at a time, and not for all at once beside
+    # copies of what it changes.
     optimizer: bool = False
 
 
@@ -66,7 +67,8 @@ class Room:
         if supply.starved:
             return round(self.needs.at(self.needs.sizes[0] / 2))
         if supply.optimizer:
-            return (self.needs.held + max(self.needs.held, self.needs.optimizer)) // 2
+            least = max(self.needs.held, self.needs.singly)
+            return (least + max(least, self.needs.optimizer)) // 2
         return self.of(supply.capacity)
 
     def others(self, supply: Supply) -> int:

@@ -8,6 +8,9 @@ import re
 from collections import Counter
 from typing import Any
 
+import pytest
+import torch
+
 from elastic_mbs import cut
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
@@ -62,3 +65,11 @@ def test_each_advised_line_is_right_and_nothing_that_lists_leave_open_is_guessed
     # all of these occur, so that none is left out by a mistake of the test
     assert all(found[each] > BATCHES // 20 for each in ("right", "followed", "nothing advised"))
     assert found["hidden"] < BATCHES // 5
+
+
+def test_nothing_tells_to_whom_fewer_rows_than_samples_belong() -> None:
+    labels = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0])  # of two classes: as many ones as rows
+    for rows in (torch.rand(3), torch.rand(3, 4), torch.rand(3, 8), torch.tensor([2, 3, 3])):
+        with pytest.raises(BatchError) as caught:
+            BatchView({"x": torch.rand(8, 3), "y": labels, "prototypes": rows}, {})
+        assert "if it has 8 samples" not in str(caught.value)

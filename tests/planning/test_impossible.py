@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "mask": (lambda out: out[out > 0].mean(), "depends on values"),
     "operation": (lambda out: doubled(out).mean(), "register_fake"),
     "sparse": (lambda out: out.mean() + sparse(ROWS).mean(), "a sparse embedding"),
-    "numpy": (lambda out: out.mean() * float(out.detach().numpy().max()), "cannot be traced"),
+    "numpy": (lambda out: out.mean() * float(out.detach().numpy().max()), "to numpy"),
+    "array": (lambda out: out.mean() * float(np.asarray(out.detach()).max()), "to numpy"),
 }
 
 

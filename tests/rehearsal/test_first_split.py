@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -302,6 +304,30 @@ def test_a_compiled_model_is_compared_as_it_was_written() -> None:
     graphs = len(made)
     mbs.backward(loss_fn, pairs())
     assert len(made) == graphs == 1
+
+
+_ALIVE = """
+import gc, sys, weakref
+from tests.helpers.steps import cross_entropy, elastic, mlp, pairs
+
+assert "torch._dynamo" not in sys.modules  # an optimizer would have imported it
+gc.disable()
+model = mlp()
+
+def call():
+    batch = pairs()
+    elastic(model, micro_batch_size=4).backward(cross_entropy(model), batch)
+    return weakref.ref(batch[0])
+
+assert call()() is None
+"""
+
+
+def test_the_first_batch_of_a_process_is_gone_without_a_collection() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ALIVE], capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
 
 
 def test_modules_that_nobody_gave_stay_in_their_mode() -> None:

@@ -15,12 +15,14 @@ import torch
 from elastic_mbs.engine.gradients import CallGradients, Left
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
-from stress.limits import available
+from stress.limits import available, open_limit
+from stress.models.factory import make
 from stress.record import Needs, Step, write_json
 from stress.scenarios.catalogue import SCENARIOS, Order
+from stress.scenarios.measure import measure
 from stress.scenarios.processes import perform, two_on
 from stress.scenarios.reference import relative, weight_difference
-from stress.scenarios.scripts import Room
+from stress.scenarios.scripts import Room, Supply
 from tests.helpers import jobs
 from tests.helpers.records import NEEDS, SAME, mark, record, step
 
@@ -37,6 +39,15 @@ def test_a_script_is_a_pure_function_of_the_step(name: str, steps: int) -> None:
     for each in found:
         assert 0 < each.left <= each.capacity
         assert room.capacity(each) - room.others(each) >= (0 if each.starved else NEEDS.one)
+
+
+@pytest.mark.parametrize("model", ["mlp", "adam"])  # one large parameter; many small ones
+def test_the_optimizers_first_step_has_room_one_parameter_at_a_time(model: str) -> None:
+    with open_limit("budget") as memory:
+        needs = measure(memory, make(model, 0), 2)
+    there = Room(needs, needs.samples).capacity(Supply(optimizer=True))
+    copies = sum(each.nbytes for each in make(model, 0).model.parameters())
+    assert needs.held < needs.singly <= there < needs.optimizer + copies
 
 
 def test_needs_are_a_line_between_measured_sizes() -> None:

@@ -123,8 +123,13 @@ class Evidence:
 
 
 def _kind(told: Tensor, leaf: Node, samples: int) -> str | None:
-    """Return what some numbers can tell about the rows of a leaf; None for nothing."""
+    """Return what some numbers can tell about the rows of a leaf; None for nothing.
+
+    Fewer rows than samples are told of by nothing: labels of two classes add up to as many.
+    """
     rows = leaf.size
+    if rows < samples:
+        return None
     if len(told) == rows and _is_index(told, samples):
         return "by"
     if len(told) == samples and int(told.sum()) == rows:

@@ -58,7 +58,8 @@ def recover(parts: CallParts, failure: Failure, now: Pass) -> tuple[Mode, bool]:
     else:
         smaller = progress.schedule.can_split(failure.piece, size)
     if not smaller:
-        resources.retry("move copies to the host", resources.buffers.leave_device)
+        with suppress(MicroBatchFloorError):  # the host has no room: they are right where they are
+            resources.retry("move copies to the host", resources.buffers.leave_device)
     resources.release(thorough=progress.failures_in_row > 2 or not smaller)
     if size is not None:
         progress.shrink(size)

@@ -1,15 +1,18 @@
 """The calls that run now, and a refusal of everything that must not run inside them.
 
-A step of an optimizer, another call and the capture of a CUDA graph must not run inside a call.
+A step of an optimizer or of its learning rate, another call and the capture of a CUDA graph must
+not run inside a call.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -33,12 +36,14 @@ def running_call() -> Any:
 def enter_call(call: Any) -> None:
     """Mark this thread as inside `call`, unless it is inside another one.
 
-    From now on `call.check_step` is called before every step of an optimizer.
+    From now on `call.check_step` is called before every step of an optimizer, and of a scheduler
+    of its learning rate.
     """
     if running_call() is None:
         _thread.call = call
     _running.append(call)
     _hook_steps()
+    _hook_schedulers()
 
 
 def leave_call(call: Any) -> None:
@@ -114,11 +119,7 @@ def _hook_steps() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for call in tuple(_running):
-        if call.finished:  # an interrupt has struck between its end and its leaving
-            leave_call(call)
-        else:
-            call.check_step(optimizer)
+    _check_step(optimizer, type(optimizer).__name__)
     for observer in tuple(_observers):  # after the checks: a step that is refused has not begun
         observer.step_begins(optimizer, closure=len(args) > 1 or bool(kwargs))
 
@@ -126,6 +127,43 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for observer in tuple(_observers):
         observer.step_ends()
+
+
+@functools.cache
+def _hook_schedulers() -> None:
+    """Check every step of torch's learning rate schedulers before it begins.
+
+    They have no hooks, so `step` is wrapped in each class that has one of its own.
+    """
+    kinds = [LRScheduler]
+    for kind in kinds:  # it grows: the classes of classes
+        kinds += kind.__subclasses__()
+        if "step" in vars(kind):
+            kind.step = _checked(kind.step)  # type: ignore[method-assign]
+
+
+def _checked(step: Callable[..., Any]) -> Any:
+    """Return the `step` of a class of schedulers with a check before it."""
+
+    @functools.wraps(step)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = getattr(self, "optimizer", None)
+        # the first one, by which a scheduler is made, only sets the rate
+        initial = getattr(self, "_is_initial", False)
+        if _running and not initial and isinstance(optimizer, torch.optim.Optimizer):
+            _check_step(optimizer, type(self).__name__)
+        return step(self, *args, **kwargs)
+
+    return checked
+
+
+def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Ask every call that runs whether the optimizer, or its learning rate, may step now."""
+    for call in tuple(_running):
+        if call.finished:  # an interrupt has struck between its end and its leaving
+            leave_call(call)
+        else:
+            call.check_step(optimizer, name)
 
 
 # ---------------------------------------------------------------------- misuse

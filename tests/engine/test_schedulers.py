@@ -1,0 +1,113 @@
+"""A learning rate that steps inside a batch is a named mistake, and leaves the rate as it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim import lr_scheduler as schedulers
+
+from elastic_mbs import ElasticMBS, IncompleteBatchError, StepInsideError
+from tests.helpers.steps import Pair, cross_entropy, pairs, through
+
+pytestmark = pytest.mark.injectable
+
+
+class Own(schedulers.LRScheduler):
+    """A scheduler with a `step` of its own, as some have."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [0.5**self.last_epoch for _ in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.5**self.last_epoch
+
+
+def chained(optimizer: Optimizer) -> Any:
+    return schedulers.ChainedScheduler([schedulers.ExponentialLR(optimizer, 0.5)])
+
+
+KINDS: dict[str, Callable[[Optimizer], Any]] = {
+    "ExponentialLR": lambda optimizer: schedulers.ExponentialLR(optimizer, 0.5),
+    "ReduceLROnPlateau": lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, patience=0),
+    "CosineAnnealingWarmRestarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(
+        optimizer, 3
+    ),
+    "ChainedScheduler": chained,
+    "SequentialLR": lambda optimizer: schedulers.SequentialLR(
+        optimizer, [schedulers.ExponentialLR(optimizer, rate) for rate in (0.5, 0.9)], [2]
+    ),
+    "Own": Own,
+}
+
+
+def state(scheduler: Any) -> Any:
+    """Return the scheduler's place and the rates that it has set."""
+    return scheduler.last_epoch if hasattr(scheduler, "last_epoch") else None, [
+        group["lr"] for group in scheduler.optimizer.param_groups
+    ]
+
+
+def step(scheduler: Any) -> None:
+    plateau = isinstance(scheduler, schedulers.ReduceLROnPlateau)
+    scheduler.step(*[1.0] * plateau)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scheduler_that_steps_inside_the_step_function(
+    kind: str, model: nn.Module, mbs: ElasticMBS, door: int
+) -> None:
+    scheduler = KINDS[kind](SGD(model.parameters(), lr=1.0))
+    before = state(scheduler)
+
+    def loss_fn(b: Pair) -> Tensor:
+        step(scheduler)
+        return cross_entropy(model)(b)
+
+    with pytest.raises(StepInsideError, match=rf"{kind}.step\(\) ran inside the step function"):
+        through(door, mbs, loss_fn, pairs())
+    assert state(scheduler) == before
+    scheduler.optimizer.step()
+    step(scheduler)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scheduler_that_steps_between_two_pieces(
+    kind: str, model: nn.Module, mbs: ElasticMBS
+) -> None:
+    scheduler = KINDS[kind](SGD(model.parameters(), lr=1.0))
+    before = state(scheduler)
+    with pytest.raises(IncompleteBatchError, match=rf"{kind}.step\(\) ran before the whole batch"):
+        for micro in mbs.micro_batches(pairs()):
+            with micro:
+                micro.backward(cross_entropy(model)(micro.data))
+            step(scheduler)
+    assert state(scheduler) == before
+
+
+def test_a_step_after_the_batch_and_one_over_other_tensors_are_none_of_its_business(
+    model: nn.Module, mbs: ElasticMBS
+) -> None:
+    optimizer = SGD(model.parameters(), lr=1.0)
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    inner = SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
+    own = schedulers.ExponentialLR(inner, 0.5)
+    pieces = 0
+    for micro in mbs.micro_batches(pairs()):
+        with micro:
+            pieces += 1
+            inner.step()
+            own.step()
+            KINDS["Own"](inner)
+            micro.backward(cross_entropy(model)(micro.data))
+            if pieces == 1:  # both run once the whole batch has its gradient
+                micro.on_commit(optimizer.step)
+                micro.on_commit(scheduler.step)
+    scheduler.step()
+    optimizer.zero_grad()
+    assert scheduler.get_last_lr() == [0.25]
+    assert own.last_epoch == pieces
