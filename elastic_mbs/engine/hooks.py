@@ -9,6 +9,7 @@ In the order in which they begin; they end in the reverse order:
     draws     random numbers by sample (`GradientOptions.draws`)
     injector  the errors of a test (`elastic_mbs.testing`)
     guard     the limit on host memory
+    largest   a look at the largest tensors, once a piece at the floor has failed
     versions  edits in place raise versions, also under a dispatch mode of the user's
 """
 
@@ -29,6 +30,14 @@ from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import UsageError
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks, is_compiled
+from elastic_mbs.escalation.largest import (
+    LargestTensors,
+    LargeTensor,
+    Names,
+    Origin,
+    names_of,
+    origin_of_error,
+)
 from elastic_mbs.escalation.logits import ChunkedLogits, OtherLayers
 from elastic_mbs.escalation.offload import OffloadedTensors
 from elastic_mbs.memory import HostGuard
@@ -146,6 +155,7 @@ class AttemptHooks:
         self._progress = progress
         self._other_layers = other_layers
         self._running: list[Attempt] = []  # one at most; shared with the table
+        self._largest: LargestTensors | None = None
         self.escalate(escalated)
 
     def escalate(self, used: Collection[str]) -> None:
@@ -168,8 +178,35 @@ class AttemptHooks:
             hooks.append(_Injector(fault_injector, self._progress, self._resources))
         if self._resources.guard is not None:
             hooks.append(_Guard(self._resources.guard))
+        if self._largest is not None:
+            hooks.append(self._largest)
         hooks.append(VersionsRaised())
         self._hooks = tuple(hooks)
+
+    def look(self) -> None:
+        """Look at the largest tensors in the attempts from here on.
+
+        torch.compile would run them without compiling, so a compiled model is left alone.
+        """
+        if self._largest is None and not any(map(is_compiled, self._resources.model.modules)):
+            self._largest = LargestTensors(self._module_names)
+            self._hooks = (*self._hooks[:-1], self._largest, self._hooks[-1])
+
+    def look_away(self) -> None:
+        """Look at no tensors in the attempts from here on."""
+        self._hooks = tuple(hook for hook in self._hooks if hook is not self._largest)
+        self._largest = None
+
+    def origin_of(self, error: BaseException) -> Origin:
+        """Return the module and the line where an attempt has failed."""
+        return origin_of_error(error, self._module_names())
+
+    def largest(self) -> list[LargeTensor]:
+        """Return the largest tensors of the latest attempt, where it was looked at."""
+        return [] if self._largest is None else self._largest.alive()
+
+    def _module_names(self) -> Names:
+        return names_of(self._resources.model.roots)
 
     def _free(self) -> int | None:
         """Return the bytes that are free now, or None where that is not known."""
