@@ -36,7 +36,9 @@ Pieces = Literal["in_order", "by_length"]
 
 OutputPlace = Literal["auto", "cpu", "device"] | None
 
-_RUNGS = ("logits", "offload", "checkpoint")
+
+# of `RecoveryOptions.escalate`, in the order that errors advise
+RUNGS = ("logits", "offload", "checkpoint")
 
 
 class _Group:
@@ -116,9 +118,9 @@ class RecoveryOptions(_Group):
             not fit. "logits" runs a linear head and the cross-entropy after it in chunks of rows,
             each of which runs again in backward: for large vocabularies. "offload" keeps the
             tensors that forward saves for backward on the host (training on a CPU gains nothing).
-            "checkpoint" runs blocks of the model again in backward: by its own
-            `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or
-            `nn.Sequential`.
+            "checkpoint" runs blocks of the model again in backward, a quarter of them more at each
+            step: by its own `gradient_checkpointing_enable`, or the children of its longest
+            `nn.ModuleList` or `nn.Sequential`. Each step is taken back when there is more memory.
         on_fatal: called with the error, state already restored, before a call ends by a
             `RecoveryError`: the chance to save.
     """
@@ -131,7 +133,7 @@ class RecoveryOptions(_Group):
 
     def __post_init__(self) -> None:
         _check_choice(self, "replay", "auto", "isolate")
-        if self.escalate not in [way for n in range(4) for way in permutations(_RUNGS, n)]:
+        if self.escalate not in [way for n in range(4) for way in permutations(RUNGS, n)]:
             raise UsageError(
                 f'escalate={self.escalate!r} is no tuple of "logits", "offload" and "checkpoint", '
                 'each once at most: use ("logits", "offload", "checkpoint")'

@@ -15,7 +15,7 @@ In the order in which they begin; they end in the reverse order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -30,6 +30,7 @@ from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import UsageError
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks, is_compiled
+from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.escalation.largest import (
     LargestTensors,
     LargeTensor,
@@ -136,7 +137,7 @@ class AttemptHooks:
         *,
         start: Callable[[], StreamState | None],
         own_graph: bool,
-        escalated: Collection[str],
+        steps: Sequence[Step],
         other_layers: OtherLayers,
     ) -> None:
         """Choose the hooks.
@@ -146,7 +147,7 @@ class AttemptHooks:
             progress: the failures of the call, by which a fault injector counts.
             start: returns the random streams as they were when the call began.
             own_graph: the user's frame holds the graph, so its saved tensors are kept in a table.
-            escalated: the steps of `RecoveryOptions.escalate` that are in use.
+            steps: the steps of `RecoveryOptions.escalate` that are in use.
             other_layers: linear layers whose output is no logits, as far as is known.
         """
         self._resources = resources
@@ -156,10 +157,11 @@ class AttemptHooks:
         self._other_layers = other_layers
         self._running: list[Attempt] = []  # one at most; shared with the table
         self._largest: LargestTensors | None = None
-        self.escalate(escalated)
+        self.escalate(steps)
 
-    def escalate(self, used: Collection[str]) -> None:
+    def escalate(self, steps: Sequence[Step]) -> None:
         """Use these steps of `RecoveryOptions.escalate` in the attempts from here on."""
+        used = {step.rung: step for step in steps}  # the last one of each
         hooks: list[Hook] = list(self._resources.peers.hooks)
         if "offload" in used:
             self.table = OffloadedTensors(partial(_resident, self._resources, self._running))
@@ -169,7 +171,8 @@ class AttemptHooks:
             hooks.append(self.table)
         if "checkpoint" in used:
             roots = self._resources.model.roots
-            hooks.append(CheckpointedBlocks(roots, self._resources.streams))
+            count = used["checkpoint"].blocks
+            hooks.append(CheckpointedBlocks(roots, self._resources.streams, count))
         if "logits" in used and not any(map(is_compiled, self._resources.model.modules)):
             hooks.append(ChunkedLogits(self._other_layers, self._free))
         if self._resources.settings.gradients.draws == "sample":

@@ -13,6 +13,7 @@ from elastic_mbs.engine.attempt import Failure
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.recovery.refusal import Try, has_room, needed_by, refusal
 from elastic_mbs.errors import MicroBatchFloorError
+from elastic_mbs.escalation.checkpoint import checkpointable
 from elastic_mbs.events import Escalated, WaitingForMemory
 from elastic_mbs.memory import Headroom
 from elastic_mbs.memory.processes import describe
@@ -71,18 +72,14 @@ class Floor:
         too_large = seen is not None and requested is not None and requested > seen.total
         if not too_large and self._may_retry(seen, failure):
             return
-        self._tries.append(Try(self._ways() if training else (), needed_by(failure)))
-        if training and self._escalated(failure):
+        steps = parts.profile.ladder.steps if training else ()
+        self._tries.append(Try(steps, needed_by(failure)))
+        if training and self._escalated(failure, seen):
             return
         settings = parts.resources.settings
         raise MicroBatchFloorError(
             refusal(failure, reading, settings, self._tries, training=training)
         )
-
-    def _ways(self) -> tuple[str, ...]:
-        """Return the ways of `escalate` that are in use."""
-        profile = self._parts.profile
-        return self._parts.resources.settings.recovery.escalate[: profile.escalated]
 
     def _may_retry(self, seen: Headroom | None, failure: Failure) -> bool:
         """Return whether the same piece is tried again, after a wait where others hold memory."""
@@ -128,16 +125,17 @@ class Floor:
                 return True
         return False
 
-    def _escalated(self, failure: Failure) -> bool:
-        """Put the next way of `escalate` in use; return False where none is left."""
+    def _escalated(self, failure: Failure, seen: Headroom | None) -> bool:
+        """Put the next step of `escalate` in use; return False where none is left."""
         parts = self._parts
-        ways = parts.resources.settings.recovery.escalate
-        left = ways[parts.profile.escalated :]
-        if not left:
+        ladder = parts.profile.ladder
+        step = ladder.next(parts.resources.settings.recovery.escalate, self._blocks)
+        if step is None:
             return False
-        parts.profile.escalate()
-        parts.hooks.escalate(ways[: parts.profile.escalated])
-        parts.knowledge.controller.needs_less(parts.key)
+        needed = needed_by(failure)
+        ladder.climb(step, None if seen is None else max(seen.capacity, needed or 0))
+        parts.hooks.escalate(ladder.steps)
+        parts.knowledge.controller.needs_other(parts.key)
         self._failures = 0
         parts.progress.forgive()
         parts.resources.log.emit(
@@ -145,8 +143,14 @@ class Floor:
                 parts.resources.settings.name,
                 failure.piece.start,
                 failure.piece.stop,
-                left[0],
+                step.rung,
                 str(parts.key),
+                step.part,
+                needed,
             )
         )
         return True
+
+    def _blocks(self) -> int:
+        """Return how many blocks of the model can be checkpointed."""
+        return len(checkpointable(self._parts.resources.model.modules))

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from elastic_mbs.engine.attempt import Failure
+from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import Headroom, Reading
-from elastic_mbs.options import Settings
+from elastic_mbs.options import RUNGS, Settings
 
-RUNGS = ("logits", "offload", "checkpoint")
 _ESCALATE = (
     f"recovery=RecoveryOptions(escalate={RUNGS!r}), which computes logits "
     "in chunks, then offloads saved tensors, and then turns on activation checkpointing; "
@@ -20,7 +20,7 @@ _ESCALATE = (
 class Try(NamedTuple):
     """A way in which a piece did not fit."""
 
-    ways: tuple[str, ...]  # of `RecoveryOptions.escalate`, in use at that time
+    steps: tuple[Step, ...]  # of `RecoveryOptions.escalate`, in use at that time
     needed: int | None  # bytes of this process, at least; None where that is not known
 
 
@@ -52,8 +52,7 @@ def refusal(
         training: the pass runs backward, so `escalate` can help.
     """
     piece, verdict = failure.piece, failure.verdict
-    ways = tries[-1].ways
-    used = f", not even with {' and '.join(ways)}" if ways else ""
+    used = f", not even with {in_words(steps)}" if (steps := tries[-1].steps) else ""
     too_large = (
         isinstance(reading, Headroom)
         and verdict.requested is not None
@@ -101,14 +100,15 @@ def _needs(tries: Sequence[Try]) -> list[str]:
     if not known:
         return []
     needs = [
-        f"{format_bytes(each.needed)}{f' with {_joined(each.ways)}' if each.ways else ''}"
+        f"{format_bytes(each.needed)}{f' with {in_words(each.steps)}' if each.steps else ''}"
         for each in known
     ]
     return [f"This process needs at least {', '.join(needs)}"]
 
 
-def _joined(ways: Sequence[str]) -> str:
-    return " and ".join(ways)
+def in_words(steps: Sequence[Step]) -> str:
+    """Return the rungs in use, each with the last of its steps."""
+    return " and ".join(map(str, {step.rung: step for step in steps}.values()))
 
 
 def _ways_out(reading: Reading, settings: Settings, *, training: bool) -> str:
