@@ -8,10 +8,9 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial, wraps
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from itertools import permutations
 from typing import Any, Literal, TypedDict
 
@@ -22,13 +21,10 @@ from elastic_mbs.batch.join import Fill, Pad, check_pad
 from elastic_mbs.batch.lengths import Length, Trim
 from elastic_mbs.batch.reader import Count
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.device import accelerator_of
 from elastic_mbs.errors import ElasticMBSError, UsageError
-from elastic_mbs.events import EventLog, Sink
+from elastic_mbs.events import Sink
 from elastic_mbs.memory import MemorySensor
 from elastic_mbs.rollback.random_streams import check_generators
-from elastic_mbs.sinks.run_log import RunLog
-from elastic_mbs.version import __version__
 
 Reduction = Literal["mean", "sum"]
 
@@ -37,8 +33,10 @@ Pieces = Literal["in_order", "by_length"]
 OutputPlace = Literal["auto", "cpu", "device"] | None
 
 
+Rung = Literal["logits", "tile", "checkpoint", "offload"]
+
 # of `RecoveryOptions.escalate`, in the order that errors advise
-RUNGS = ("logits", "offload", "checkpoint")
+RUNGS = ("logits", "tile", "checkpoint", "offload")
 
 
 class _Group:
@@ -116,7 +114,9 @@ class RecoveryOptions(_Group):
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
         escalate: measures that are taken, one after the other, when the smallest micro-batch does
             not fit. "logits" runs a linear head and the cross-entropy after it in chunks of rows,
-            each of which runs again in backward: for large vocabularies. "offload" keeps the
+            each of which runs again in backward: for large vocabularies. "tile" runs modules whose
+            positions do not depend on each other, as the MLPs of a transformer, on a few positions
+            at a time, each tile again in backward: for long samples. "offload" keeps the
             tensors that forward saves for backward on the host (training on a CPU gains nothing).
             "checkpoint" runs blocks of the model again in backward, a quarter of them more at each
             step: by its own `gradient_checkpointing_enable`, or the children of its longest
@@ -128,15 +128,15 @@ class RecoveryOptions(_Group):
     replay: Literal["auto", "isolate"] = "auto"
     generators: Sequence[Any] = ()
     is_oom: Callable[[BaseException], bool] | None = None
-    escalate: tuple[Literal["logits", "offload", "checkpoint"], ...] = ()
+    escalate: tuple[Rung, ...] = ()
     on_fatal: Callable[[ElasticMBSError], object] | None = None
 
     def __post_init__(self) -> None:
         _check_choice(self, "replay", "auto", "isolate")
-        if self.escalate not in [way for n in range(4) for way in permutations(RUNGS, n)]:
+        if self.escalate not in [way for n in range(5) for way in permutations(RUNGS, n)]:
             raise UsageError(
-                f'escalate={self.escalate!r} is no tuple of "logits", "offload" and "checkpoint", '
-                'each once at most: use ("logits", "offload", "checkpoint")'
+                f'escalate={self.escalate!r} is no tuple of "logits", "tile", "checkpoint" and '
+                '"offload", each once at most: use ("logits", "tile", "checkpoint", "offload")'
             )
         if (problem := check_generators(self.generators)) is not None:
             raise UsageError(problem)
@@ -426,59 +426,6 @@ class Settings:
             or gradients.accumulate_dtype is not None
             or gradients.noise_scale is not None
         )
-
-
-def event_log(
-    settings: Settings,
-    devices: Callable[[], list[torch.device]],
-    log: str | os.PathLike[str] | None,
-    on_event: Sink | Iterable[Sink],
-) -> EventLog:
-    """Return the log of a runtime's events.
-
-    The run log comes first, because a user's sink can raise.
-    """
-    run_log = () if log is None else (RunLog(log, partial(describe, settings, devices)),)
-    sinks = (
-        tuple(on_event)
-        if isinstance(on_event, Iterable) and not callable(on_event)
-        else (on_event,)
-    )
-    if not all(map(callable, sinks)):
-        raise UsageError(f"on_event={on_event!r} is neither a function nor a sequence of functions")
-    return EventLog((*run_log, *sinks))
-
-
-def describe(settings: Settings, devices: Callable[[], list[torch.device]]) -> dict[str, object]:
-    """Return the fields of a run log's header that describe a runtime.
-
-    They are versions, device, and the options that are numbers, flags and strings.
-    """
-    policy = asdict(settings.policy) | {"min_micro_batch_size": settings.limits.minimum}
-    listed = {
-        name: policy.pop(name)
-        for name in ("min_micro_batch_size", "max_micro_batch_size", "align", "grow")
-    }
-    groups = (settings.gradients, settings.recovery, settings.memory, settings.distributed)
-    for group in (settings, *groups):
-        listed |= vars(group)
-    device = devices()[0]
-    return {
-        "name": listed.pop("name"),
-        "versions": {
-            "elastic_mbs": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cuda": torch.version.cuda,
-        },
-        "device": str(device) if (found := accelerator_of(device)) is None else found.name(),
-        "settings": {
-            name: value
-            for name, value in listed.items()
-            if value is None or isinstance(value, bool | int | float | str)
-        },
-        "policy": policy,
-    }
 
 
 def _check_choice(options: object, name: str, *choices: str | bool | None) -> None:

@@ -18,6 +18,7 @@ from elastic_mbs.doors.arguments import check_evaluation, closed
 from elastic_mbs.doors.calls import Calls
 from elastic_mbs.doors.disabled import DisabledCalls
 from elastic_mbs.doors.figures import RuntimeFigures
+from elastic_mbs.doors.log import event_log
 from elastic_mbs.doors.registry import check_same, register, runtime_of
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.outcome.result import StepResult
@@ -27,7 +28,7 @@ from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import check_function
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import UsageError
-from elastic_mbs.options import Options, OutputPlace, Settings, check_names, event_log
+from elastic_mbs.options import Options, OutputPlace, Settings, check_names
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.rehearsal.rehearsal import Rehearsal
 from elastic_mbs.rehearsal.verify import VerifyReport

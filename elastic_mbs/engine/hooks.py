@@ -6,6 +6,7 @@ In the order in which they begin; they end in the reverse order:
     table     the saved tensors of a loop that the user writes out, or of an escalation to the host
     blocks    the blocks that are checkpointed by an escalation
     logits    a head and its cross-entropy in chunks, by an escalation
+    tiles     position-wise modules a few positions at a time, by an escalation
     draws     random numbers by sample (`GradientOptions.draws`)
     injector  the errors of a test (`elastic_mbs.testing`)
     guard     the limit on host memory
@@ -41,7 +42,9 @@ from elastic_mbs.escalation.largest import (
 )
 from elastic_mbs.escalation.logits import ChunkedLogits, OtherLayers
 from elastic_mbs.escalation.offload import OffloadedTensors
-from elastic_mbs.memory import HostGuard
+from elastic_mbs.escalation.position_wise import PositionWise
+from elastic_mbs.escalation.tile import TiledModules
+from elastic_mbs.memory import Headroom, HostGuard
 from elastic_mbs.rollback.random_streams import StreamState
 from elastic_mbs.rollback.sample_draws import SampleDraws
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable
@@ -139,6 +142,7 @@ class AttemptHooks:
         own_graph: bool,
         steps: Sequence[Step],
         other_layers: OtherLayers,
+        position_wise: PositionWise,
     ) -> None:
         """Choose the hooks.
 
@@ -149,13 +153,16 @@ class AttemptHooks:
             own_graph: the user's frame holds the graph, so its saved tensors are kept in a table.
             steps: the steps of `RecoveryOptions.escalate` that are in use.
             other_layers: linear layers whose output is no logits, as far as is known.
+            position_wise: which modules are position-wise, as far as is known.
         """
         self._resources = resources
         self._start = start
         self._own_graph = own_graph
         self._progress = progress
         self._other_layers = other_layers
+        self._position_wise = position_wise
         self._running: list[Attempt] = []  # one at most; shared with the table
+        self._seen = list[Headroom | None]()  # the memory as it was seen in the running attempt
         self._largest: LargestTensors | None = None
         self.escalate(steps)
 
@@ -175,6 +182,9 @@ class AttemptHooks:
             hooks.append(CheckpointedBlocks(roots, self._resources.streams, count))
         if "logits" in used and not any(map(is_compiled, self._resources.model.modules)):
             hooks.append(ChunkedLogits(self._other_layers, self._free))
+        if "tile" in used:
+            roots, streams = self._resources.model.roots, self._resources.streams
+            hooks.append(TiledModules(roots, streams, self._position_wise, self._free))
         if self._resources.settings.gradients.draws == "sample":
             hooks.append(_Draws(self._resources, self._running, self._start))
         if fault_injector is not None:
@@ -212,8 +222,13 @@ class AttemptHooks:
         return names_of(self._resources.model.roots)
 
     def _free(self) -> int | None:
-        """Return the bytes that are free now, or None where that is not known."""
-        seen = self._resources.headroom()
+        """Return the bytes that were free in the attempt, or None where that is not known.
+
+        They are read once: what is sized by them runs again in backward, and has to be the same.
+        """
+        if not self._seen:
+            self._seen.append(self._resources.headroom())
+        seen = self._seen[0]
         return None if seen is None else seen.free
 
     # ------------------------------------------------------------------ around an attempt
@@ -221,6 +236,7 @@ class AttemptHooks:
     def begin(self, attempt: Attempt) -> None:
         """Put the hooks in place."""
         self._running[:] = [attempt]
+        self._seen.clear()
         if self.table is not None:
             self._first_node = torch._C._autograd._get_sequence_nr()
         for hook in self._hooks:

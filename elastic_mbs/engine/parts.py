@@ -173,6 +173,7 @@ def _hooks(
         own_graph=batch.own_graph,
         steps=profile.ladder.steps if batch.training else (),
         other_layers=profile.other_layers,
+        position_wise=profile.position_wise,
     )
 
 

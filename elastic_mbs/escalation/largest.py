@@ -96,7 +96,9 @@ def _origin(frames: Iterable[tuple[FrameType, int]], names: Names) -> Origin:
 
 
 def _short(file: str) -> str:
-    """Return a path from the working directory on where it is below it."""
+    """Return a path from the working directory on, or from that of the installed packages on."""
+    for part in _INSTALLED:
+        file = file.rpartition(part)[2]
     return file.removeprefix(os.getcwd() + os.sep)
 
 

@@ -137,7 +137,7 @@ def test_a_model_whose_single_sample_does_not_fit_trains_exactly(
         need = need_of_one(room, model, batch)
         room.allow(int(0.5 * need if len(escalate) == 1 else 0.25 * need))
         with pytest.raises(
-            MicroBatchFloorError, match=r'escalate=\("logits", "offload", "checkpoint"\)'
+            MicroBatchFloorError, match=r'escalate=\("logits", "tile", "checkpoint", "offload"\)'
         ):
             elastic(model).backward(loss_of(model), batch)
         mbs = elastic(model, escalate=escalate, on_event=events.append)

@@ -32,7 +32,8 @@ from elastic_mbs import (
     UsageError,
     Warned,
 )
-from elastic_mbs.options import Settings, describe
+from elastic_mbs.doors.log import describe
+from elastic_mbs.options import Settings
 from elastic_mbs.sinks import run_log
 from elastic_mbs.sinks.log_reader import Reader, read_log, read_runs
 from elastic_mbs.sinks.run_log import (

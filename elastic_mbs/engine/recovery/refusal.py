@@ -12,8 +12,8 @@ from elastic_mbs.memory import Headroom, Reading
 from elastic_mbs.options import RUNGS, Settings
 
 _ESCALATE = (
-    f"recovery=RecoveryOptions(escalate={RUNGS!r}), which computes logits "
-    "in chunks, then offloads saved tensors, and then turns on activation checkpointing; "
+    f"recovery=RecoveryOptions(escalate={RUNGS!r}), which computes logits in chunks, then runs "
+    "position-wise modules in tiles, then checkpoints blocks, and then offloads saved tensors; "
 ).replace("'", '"')
 
 

@@ -17,6 +17,7 @@ from elastic_mbs.controller.messages import CallOutcome, Key
 from elastic_mbs.engine.outcome.timing import Timed
 from elastic_mbs.escalation.ladder import Ladder
 from elastic_mbs.escalation.logits import OtherLayers
+from elastic_mbs.escalation.position_wise import PositionWise
 from elastic_mbs.noise_scale import Smoothed
 from elastic_mbs.options import Settings
 
@@ -44,6 +45,7 @@ class LossProfile:
     ladder: Ladder = field(default_factory=Ladder)  # the steps of `escalate` that are in use
     # Of the linear layers, those whose output is more than the logits of a cross-entropy.
     other_layers: OtherLayers = field(default_factory=OtherLayers)
+    position_wise: PositionWise = field(default_factory=PositionWise)  # the modules that are
     # Samples in the largest piece that failed and could not be cut. No piece is prefetched beside
     # one of that size.
     too_full: int = 0
