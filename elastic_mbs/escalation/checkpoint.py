@@ -61,7 +61,7 @@ class CheckpointedBlocks:
         """Return the options of a checkpoint around these modules."""
         return {
             "use_reentrant": False,
-            "context_fn": partial(contexts_of, self._streams, list(modules)),
+            "context_fn": partial(_contexts, self._streams, list(modules)),
         }
 
     def __enter__(self) -> CheckpointedBlocks:
@@ -215,7 +215,7 @@ def blocks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     )
 
 
-def contexts_of(
+def _contexts(
     streams: RandomStreams, modules: list[nn.Module]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a block's forward, which begins now, and of its run in backward."""

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic_mbs.escalation.checkpoint import contexts_of, is_compiled, modules_of
+from elastic_mbs.escalation.checkpoint import is_compiled, modules_of
 from elastic_mbs.escalation.position_wise import PositionWise, may_be_position_wise
 from elastic_mbs.rollback.random_streams import RandomStreams
 
 SMALL = 2**20  # bytes inside a module that are not worth it
+WORTH = 4  # times its output that a module has to keep: a norm keeps less
 FEWEST, MOST = 8, 64  # tiles of a module
 
 
@@ -35,7 +36,7 @@ class TiledModules:
 
     Args:
         roots: the models.
-        streams: the random streams that modules can draw from.
+        streams: the random streams that modules can draw from; those that do are left alone.
         verdicts: the knowledge which modules are position-wise.
         free: returns the bytes that are free, or None where that is not known.
     """
@@ -93,13 +94,9 @@ class TiledModules:
             finally:
                 self._inside -= 1
 
-        how: dict[str, Any] = {
-            "use_reentrant": False,
-            "preserve_rng_state": False,  # the contexts put back more than that
-            "context_fn": partial(contexts_of, self._streams, list(module.modules())),
-        }
         size = -(-input.shape[-2] // tiles)
-        return torch.cat([checkpoint(run_tile, tile, **how) for tile in input.split(size, -2)], -2)
+        parts = [checkpoint(run_tile, tile, use_reentrant=False) for tile in input.split(size, -2)]
+        return torch.cat(parts, -2)
 
     def _can_tile(self, input: Tensor) -> bool:
         return (
@@ -118,7 +115,7 @@ class TiledModules:
         """
         with _unpatched(module):
             kept = self._verdicts.kept(module, input, self._streams)
-        if kept is None or kept.inside <= kept.output:
+        if kept is None or kept.inside < WORTH * kept.output:
             return 1
         positions = input.numel() // input.shape[-1]
         inside = kept.inside * positions * input.itemsize // torch.float64.itemsize

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_mbs import Deescalated, ElasticMBS, Escalated, Event, MemoryBudget
+from elastic_mbs import (
+    Deescalated,
+    ElasticMBS,
+    Escalated,
+    Event,
+    MemoryBudget,
+    MicroBatchFloorError,
+)
 from elastic_mbs.escalation.ladder import Ladder, Step
+from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
 from tests.helpers.steps import elastic, grads, whole_gradient
 
@@ -177,3 +185,32 @@ def test_a_ladder_goes_up_and_down_the_same_steps(
         assert ladder.may_climb_down(2000, patience=1, changed=0.05) == (needed is not None)
         assert ladder.climb_down() == step
     assert ladder.steps == ()
+
+
+@pytest.mark.parametrize(("part", "rungs"), [(1.1, 0), (0.6, 2), (0.2, 3)])
+def test_auto_takes_as_many_rungs_as_are_needed_in_the_order_of_their_cost(
+    part: float, rungs: int
+) -> None:
+    model, x = deep()
+    events: list[Event] = []
+    wanted = whole_gradient(model, lambda twin: loss_of(twin)(x))
+    with MemoryBudget("1GiB", track=(model, x)) as budget:
+        need = plain_peak(budget, model, x)
+        gradients = sum(parameter.nbytes for parameter in model.parameters())
+        mbs = growing(model, events, escalate="auto")
+        budget.limit = budget.live + gradients + int(part * need)
+        mbs.backward(loss_of(model), x)
+        found = grads(model)
+    taken = list(dict.fromkeys(event.by for event in events if isinstance(event, Escalated)))
+    assert taken == ["logits", "checkpoint", "tile"][:rungs]
+    assert error_of(found, wanted) <= 1e-12
+
+
+def test_auto_offloads_nothing_from_the_host_to_the_host() -> None:
+    model, x = deep()
+    events: list[Event] = []
+    mbs = elastic(model, escalate="auto", on_event=events.append)
+    with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
+        mbs.backward(loss_of(model), x)
+    taken = dict.fromkeys(event.by for event in events if isinstance(event, Escalated))
+    assert list(taken) == ["logits", "checkpoint", "tile"]

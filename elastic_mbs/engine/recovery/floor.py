@@ -9,13 +9,15 @@ the ways out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic_mbs.engine.attempt import Failure
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.recovery.refusal import Try, has_room, needed_by, refusal
 from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.escalation.checkpoint import checkpointable
 from elastic_mbs.events import Escalated, WaitingForMemory
-from elastic_mbs.memory import Headroom
+from elastic_mbs.memory import Headroom, MemoryBudget
 from elastic_mbs.memory.processes import describe
 
 _TRIES = 2
@@ -129,7 +131,7 @@ class Floor:
         """Put the next step of `escalate` in use; return False where none is left."""
         parts = self._parts
         ladder = parts.profile.ladder
-        step = ladder.next(parts.resources.settings.recovery.escalate, self._blocks)
+        step = ladder.next(self._rungs(), self._blocks)
         if step is None:
             return False
         needed = needed_by(failure)
@@ -150,6 +152,16 @@ class Floor:
             )
         )
         return True
+
+    def _rungs(self) -> Sequence[str]:
+        """Return the rungs that may be taken.
+
+        By itself nothing is moved from the host to the host.
+        """
+        recovery, resources = self._parts.resources.settings.recovery, self._parts.resources
+        if recovery.escalate != "auto" or not resources.on_cpu or MemoryBudget.current():
+            return recovery.rungs
+        return [rung for rung in recovery.rungs if rung != "offload"]
 
     def _blocks(self) -> int:
         """Return how many blocks of the model can be checkpointed."""

@@ -12,9 +12,9 @@ from elastic_mbs.memory import Headroom, Reading
 from elastic_mbs.options import RUNGS, Settings
 
 _ESCALATE = (
-    f"recovery=RecoveryOptions(escalate={RUNGS!r}), which computes logits in chunks, then runs "
-    "position-wise modules in tiles, then checkpoints blocks, and then offloads saved tensors; "
-).replace("'", '"')
+    'recovery=RecoveryOptions(escalate="auto"), which computes logits in chunks, then '
+    "checkpoints blocks, then runs position-wise modules in tiles, then offloads saved tensors; "
+)
 
 
 class Try(NamedTuple):
@@ -119,6 +119,6 @@ def _ways_out(reading: Reading, settings: Settings, *, training: bool) -> str:
     if max(limits.minimum, limits.align) > 1:
         out += f"a lower min_micro_batch_size (now {limits.minimum}, align {limits.align}); "
     out += "smaller samples; "
-    if training and len(settings.recovery.escalate) < len(RUNGS):
+    if training and len(settings.recovery.rungs) < len(RUNGS):
         out += _ESCALATE
     return f"{out}a smaller optimizer state"
