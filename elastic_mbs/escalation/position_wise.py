@@ -80,7 +80,8 @@ def may_be_position_wise(module: nn.Module) -> bool:
     """Return whether a module by itself, without its children, may be tried."""
     own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
     return not (
-        any(buffer is not None for buffer in module._buffers.values())
+        isinstance(module, torch.jit.ScriptModule)
+        or any(buffer is not None for buffer in module._buffers.values())
         or any(vars(module)[name] for name in _HOOKS)
         or "forward" in own
         or "_hf_hook" in own
