@@ -40,6 +40,7 @@ from elastic_mbs.errors import (
 from elastic_mbs.events import (
     CallDone,
     CallFailed,
+    Deescalated,
     Escalated,
     Event,
     OptimizerOutOfMemory,
@@ -69,6 +70,7 @@ __all__ = [
     "CallDone",
     "CallFailed",
     "CountError",
+    "Deescalated",
     "DistributedOptions",
     "ElasticMBS",
     "ElasticMBSError",

@@ -196,11 +196,36 @@ class Escalated(Event):
     """
 
     level: ClassVar[int] = logging.WARNING
-    text: ClassVar[str] = "samples {start}:{stop} do not fit: from now on with {by} for {key}"
+    text: ClassVar[str] = "samples {start}:{stop} do not fit: from now on with {way} for {key}"
     start: int  # first sample of the piece that does not fit
     stop: int  # one past its last sample
-    by: str  # "offload" or "checkpoint"
+    by: str  # the rung of `RecoveryOptions.escalate`
     key: str  # kind of call (loss function, train or eval, shape class)
+    part: str = ""  # the part of the model, such as "2 of 8 blocks"; empty for all of it
+    needed: int | None = None  # bytes that this process needs without it, at least
+
+    def line(self) -> str:
+        """Return the event as one log line."""
+        return self.text.format_map({**vars(self), "way": _way(self.by, self.part)})
+
+
+@dataclass(frozen=True)
+class Deescalated(Event):
+    """There is more memory again: this loss function runs without its last escalation."""
+
+    text: ClassVar[str] = "there is more memory: from now on without {way} for {key}"
+    by: str  # the rung of `RecoveryOptions.escalate`
+    key: str  # kind of call (loss function, train or eval, shape class)
+    part: str = ""  # the part of the model, as in `Escalated`
+    capacity: int | None = None  # bytes that this process could hold in all at the decision
+
+    def line(self) -> str:
+        """Return the event as one log line."""
+        return self.text.format_map({**vars(self), "way": _way(self.by, self.part)})
+
+
+def _way(rung: str, part: str) -> str:
+    return f"{rung} ({part})" if part else rung
 
 
 @dataclass(frozen=True)

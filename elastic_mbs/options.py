@@ -32,7 +32,11 @@ Pieces = Literal["in_order", "by_length"]
 
 OutputPlace = Literal["auto", "cpu", "device"] | None
 
-_RUNGS = ("logits", "offload", "checkpoint")
+
+Rung = Literal["logits", "checkpoint", "tile", "offload"]
+
+# of `RecoveryOptions.escalate`, from the one that takes the least time to the one with the most
+RUNGS: tuple[Rung, ...] = ("logits", "checkpoint", "tile", "offload")
 
 
 class _Group:
@@ -109,12 +113,15 @@ class RecoveryOptions(_Group):
             to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
         escalate: measures that are taken, one after the other, when the smallest micro-batch does
-            not fit. "logits" runs a linear head and the cross-entropy after it in chunks of rows,
-            each of which runs again in backward: for large vocabularies. "offload" keeps the
-            tensors that forward saves for backward on the host (training on a CPU gains nothing).
-            "checkpoint" runs blocks of the model again in backward: by its own
+            not fit, and taken back when there is more memory; "auto" takes all, in this order.
+            "logits" runs a linear head and the cross-entropy after it in chunks of rows, each of
+            which runs again in backward: for large vocabularies. "checkpoint" runs blocks of the
+            model again in backward, a quarter of them more at each step: by its own
             `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or
-            `nn.Sequential`.
+            `nn.Sequential`. "tile" runs modules whose positions do not depend on each other, as the
+            MLPs of a transformer, on a few positions at a time, each tile again in backward: for
+            long samples. "offload" keeps the tensors that forward saves for backward on the host
+            ("auto" leaves it out on a CPU, which gains nothing).
         on_fatal: called with the error, state already restored, before a call ends by a
             `RecoveryError`: the chance to save.
     """
@@ -122,19 +129,25 @@ class RecoveryOptions(_Group):
     replay: Literal["auto", "isolate"] = "auto"
     generators: Sequence[Any] = ()
     is_oom: Callable[[BaseException], bool] | None = None
-    escalate: tuple[Literal["logits", "offload", "checkpoint"], ...] = ()
+    escalate: tuple[Rung, ...] | Literal["auto"] = ()
     on_fatal: Callable[[ElasticMBSError], object] | None = None
 
     def __post_init__(self) -> None:
         _check_choice(self, "replay", "auto", "isolate")
-        if self.escalate not in [way for n in range(4) for way in permutations(_RUNGS, n)]:
+        every = [rungs for n in range(5) for rungs in permutations(RUNGS, n)]
+        if self.escalate not in ("auto", *every):
             raise UsageError(
-                f'escalate={self.escalate!r} is no tuple of "logits", "offload" and "checkpoint", '
-                'each once at most: use ("logits", "offload", "checkpoint")'
+                f'escalate={self.escalate!r} is neither "auto" nor a tuple of "logits", '
+                '"checkpoint", "tile" and "offload", each once at most: use "auto"'
             )
         if (problem := check_generators(self.generators)) is not None:
             raise UsageError(problem)
         _check_callables(self, "is_oom", "on_fatal")
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """The rungs of `escalate`, in order."""
+        return RUNGS if self.escalate == "auto" else self.escalate
 
 
 @dataclass(frozen=True, repr=False)

@@ -271,10 +271,10 @@ class Controller:
         if track is not None and not outcome.ooms:
             track.measure_time(outcome)
 
-    def needs_less(self, key: Key) -> None:
+    def needs_other(self, key: Key) -> None:
         """Forget the measurements of all calls of this name and mode, in every shape class.
 
-        They need less memory from now on, and more time: an escalation was chosen.
+        They need other memory and time from now on: a step of `escalate` was taken or left.
         """
         for other, track in self._tracks.items():
             if (other.name, other.mode) == (key.name, key.mode):

@@ -24,6 +24,7 @@ from elastic_mbs.batch.loss_terms import (
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.outcome.result import Place, StoredOutput
 from elastic_mbs.errors import LossError, UsageError
+from elastic_mbs.escalation.largest import LargeTensor, Origin
 from elastic_mbs.memory.oom import Verdict
 
 
@@ -206,6 +207,8 @@ class Failure:
             cannot be counted.
         unwatched: its backward may have run others inside, which nobody looked at.
         edited: it has changed its piece of the batch in place.
+        origin: the module and the line where it failed.
+        largest: the largest tensors that it held, where it was looked at.
     """
 
     piece: Range
@@ -215,3 +218,5 @@ class Failure:
     unknown: str | None
     unwatched: bool
     edited: bool
+    origin: Origin
+    largest: tuple[LargeTensor, ...]

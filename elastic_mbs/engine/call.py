@@ -462,9 +462,7 @@ class Call:
             optimizer: the optimizer that steps, or whose learning rate does.
             name: the class that steps, for the error.
         """
-        ledger, groups = self.resources.ledger, optimizer.param_groups
-        leaf_of = self.resources.model.leaf_of
-        if not any(leaf_of(leaf) in ledger for group in groups for leaf in group["params"]):
+        if not self.resources.trains(optimizer):
             return  # an optimizer of the step's own, over tensors that it makes itself
         if self.inside:
             raise StepInsideError(

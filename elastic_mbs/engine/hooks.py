@@ -6,15 +6,17 @@ In the order in which they begin; they end in the reverse order:
     table     the saved tensors of a loop that the user writes out, or of an escalation to the host
     blocks    the blocks that are checkpointed by an escalation
     logits    a head and its cross-entropy in chunks, by an escalation
+    tiles     position-wise modules a few positions at a time, by an escalation
     draws     random numbers by sample (`GradientOptions.draws`)
     injector  the errors of a test (`elastic_mbs.testing`)
     guard     the limit on host memory
+    largest   a look at the largest tensors, once a piece at the floor has failed
     versions  edits in place raise versions, also under a dispatch mode of the user's
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -29,9 +31,20 @@ from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import UsageError
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks, is_compiled
+from elastic_mbs.escalation.ladder import Step
+from elastic_mbs.escalation.largest import (
+    LargestTensors,
+    LargeTensor,
+    Names,
+    Origin,
+    names_of,
+    origin_of_error,
+)
 from elastic_mbs.escalation.logits import ChunkedLogits, OtherLayers
 from elastic_mbs.escalation.offload import OffloadedTensors
-from elastic_mbs.memory import HostGuard, oom
+from elastic_mbs.escalation.position_wise import PositionWise
+from elastic_mbs.escalation.tile import TiledModules
+from elastic_mbs.memory import Headroom, HostGuard, oom
 from elastic_mbs.rollback.random_streams import StreamState
 from elastic_mbs.rollback.sample_draws import SampleDraws
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable
@@ -127,8 +140,9 @@ class AttemptHooks:
         *,
         start: Callable[[], StreamState | None],
         own_graph: bool,
-        escalated: Collection[str],
+        steps: Sequence[Step],
         other_layers: OtherLayers,
+        position_wise: PositionWise,
     ) -> None:
         """Choose the hooks.
 
@@ -137,19 +151,24 @@ class AttemptHooks:
             progress: the failures of the call, by which a fault injector counts.
             start: returns the random streams as they were when the call began.
             own_graph: the user's frame holds the graph, so its saved tensors are kept in a table.
-            escalated: the steps of `RecoveryOptions.escalate` that are in use.
+            steps: the steps of `RecoveryOptions.escalate` that are in use.
             other_layers: linear layers whose output is no logits, as far as is known.
+            position_wise: which modules are position-wise, as far as is known.
         """
         self._resources = resources
         self._start = start
         self._own_graph = own_graph
         self._progress = progress
         self._other_layers = other_layers
+        self._position_wise = position_wise
         self._running: list[Attempt] = []  # one at most; shared with the table
-        self.escalate(escalated)
+        self._seen = list[Headroom | None]()  # the memory as it was seen in the running attempt
+        self._largest: LargestTensors | None = None
+        self.escalate(steps)
 
-    def escalate(self, used: Collection[str]) -> None:
+    def escalate(self, steps: Sequence[Step]) -> None:
         """Use these steps of `RecoveryOptions.escalate` in the attempts from here on."""
+        used = {step.rung: step for step in steps}  # the last one of each
         hooks: list[Hook] = list(self._resources.peers.hooks)
         if "offload" in used:
             self.table = OffloadedTensors(partial(_resident, self._resources, self._running))
@@ -159,21 +178,57 @@ class AttemptHooks:
             hooks.append(self.table)
         if "checkpoint" in used:
             roots = self._resources.model.roots
-            hooks.append(CheckpointedBlocks(roots, self._resources.streams))
+            count = used["checkpoint"].blocks
+            hooks.append(CheckpointedBlocks(roots, self._resources.streams, count))
         if "logits" in used and not any(map(is_compiled, self._resources.model.modules)):
             hooks.append(ChunkedLogits(self._other_layers, self._free))
+        if "tile" in used:
+            roots, streams = self._resources.model.roots, self._resources.streams
+            hooks.append(TiledModules(roots, streams, self._position_wise, self._free))
         if self._resources.settings.gradients.draws == "sample":
             hooks.append(_Draws(self._resources, self._running, self._start))
         if fault_injector is not None:
             hooks.append(_Injector(fault_injector, self._progress, self._resources))
         if self._resources.guard is not None:
             hooks.append(_Guard(self._resources.guard))
+        if self._largest is not None:
+            hooks.append(self._largest)
         hooks.append(VersionsRaised())
         self._hooks = tuple(hooks)
 
+    def look(self) -> None:
+        """Look at the largest tensors in the attempts from here on.
+
+        torch.compile would run them without compiling, so a compiled model is left alone.
+        """
+        if self._largest is None and not any(map(is_compiled, self._resources.model.modules)):
+            self._largest = LargestTensors(self._module_names)
+            self._hooks = (*self._hooks[:-1], self._largest, self._hooks[-1])
+
+    def look_away(self) -> None:
+        """Look at no tensors in the attempts from here on."""
+        self._hooks = tuple(hook for hook in self._hooks if hook is not self._largest)
+        self._largest = None
+
+    def origin_of(self, error: BaseException) -> Origin:
+        """Return the module and the line where an attempt has failed."""
+        return origin_of_error(error, self._module_names())
+
+    def largest(self) -> list[LargeTensor]:
+        """Return the largest tensors of the latest attempt, where it was looked at."""
+        return [] if self._largest is None else self._largest.alive()
+
+    def _module_names(self) -> Names:
+        return names_of(self._resources.model.roots)
+
     def _free(self) -> int | None:
-        """Return the bytes that are free now, or None where that is not known."""
-        seen = self._resources.headroom()
+        """Return the bytes that were free in the attempt, or None where that is not known.
+
+        They are read once: what is sized by them runs again in backward, and has to be the same.
+        """
+        if not self._seen:
+            self._seen.append(self._resources.headroom())
+        seen = self._seen[0]
         return None if seen is None else seen.free
 
     # ------------------------------------------------------------------ around an attempt
@@ -181,6 +236,7 @@ class AttemptHooks:
     def begin(self, attempt: Attempt) -> None:
         """Put the hooks in place."""
         self._running[:] = [attempt]
+        self._seen.clear()
         if self.table is not None:
             self._first_node = torch._C._autograd._get_sequence_nr()
         for hook in self._hooks:

@@ -32,6 +32,7 @@ from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
 from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.snapshot import Snapshot
+from elastic_mbs.events import Deescalated
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,10 @@ class CallParts:
     report: CallReport
 
     def learn_end(self) -> None:
-        """Keep the companions with state, at the end of a first call."""
-        if not self.profile.seen:
-            self.profile.learn_end()
+        """Count the call, and keep the companions with state in a first one."""
+        first = not self.profile.seen
+        self.profile.learn_end()
+        if first:
             model, changes = self.resources.model, self.resources.buffers.changes
             model.accompany(
                 [each for each in model.companions if changes(each) or _is_a_metric(each)]
@@ -122,11 +124,21 @@ def _look_around(resources: Resources, batch: Batch, *, first: bool) -> None:
     resources.take_over(found.generators, for_good=first)
 
 
-def _escalated(resources: Resources, batch: Batch, profile: LossProfile) -> tuple[str, ...]:
-    """Return the steps of `RecoveryOptions.escalate` that are in use for a loss function."""
-    if not batch.training:
-        return ()
-    return tuple(resources.settings.recovery.escalate[: profile.escalated])
+def _climb_down(
+    resources: Resources, knowledge: Knowledge, batch: Batch, profile: LossProfile
+) -> None:
+    """Leave the last step of `escalate` where there is more memory now than when it was taken."""
+    ladder, policy = profile.ladder, resources.settings.policy
+    if not batch.training or not ladder.steps:
+        return
+    seen = resources.capacity()
+    capacity = None if seen is None else seen.bytes
+    if ladder.may_climb_down(capacity, patience=policy.patience, changed=policy.changed):
+        left = ladder.climb_down()
+        knowledge.controller.needs_other(batch.key)
+        resources.log.emit(
+            Deescalated(resources.settings.name, left.rung, str(batch.key), left.part, capacity)
+        )
 
 
 def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallParts:
@@ -143,19 +155,13 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
     _look_around(resources, batch, first=not profile.seen)
     gradients = CallGradients(resources, profile, training=batch.training)
+    _climb_down(resources, knowledge, batch, profile)
     decision, progress = _begun(resources, knowledge, batch, gradients)
     loader = Loader(
         view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full
     )
     edits = BatchEdits(view, profile)
-    hooks = AttemptHooks(
-        resources,
-        progress,
-        start=lambda: snapshot.start,
-        own_graph=batch.own_graph,
-        escalated=_escalated(resources, batch, profile),
-        other_layers=profile.other_layers,
-    )
+    hooks = _hooks(resources, progress, snapshot, batch, profile)
     full = _full(resources, gradients)
     report = CallReport(resources, knowledge, profile, view, key, decision, full)
     return CallParts(
@@ -197,6 +203,24 @@ def _begun(
         controller.resume(key, (view.worth, view.elements, schedule.largest), capacity, held)
     decision = controller.begin(key, view.worth, view.elements, schedule.largest)
     return decision, Progress(schedule, decision.size)
+
+
+def _hooks(
+    resources: Resources,
+    progress: Progress,
+    snapshot: Snapshot,
+    batch: Batch,
+    profile: LossProfile,
+) -> AttemptHooks:
+    return AttemptHooks(
+        resources,
+        progress,
+        start=lambda: snapshot.start,
+        own_graph=batch.own_graph,
+        steps=profile.ladder.steps if batch.training else (),
+        other_layers=profile.other_layers,
+        position_wise=profile.position_wise,
+    )
 
 
 def _schedule(resources: Resources, batch: Batch) -> Schedule:

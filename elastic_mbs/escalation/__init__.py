@@ -1,1 +1,1 @@
-"""Ways to make a sample take less memory: saved tensors on the host, or computed again."""
+"""Ways to make a sample take less memory, and the largest tensors of one that does not fit."""

@@ -1,13 +1,17 @@
 """Activation checkpointing: blocks of the model keep their input only, and run again in backward.
 
 A model that offers checkpointing (`gradient_checkpointing_enable`, as those of transformers do) is
-asked for it. Else the blocks are the children, with parameters, of the longest `nn.ModuleList` or
-`nn.Sequential`: the one with the most of them, and of equals the one with more parameters.
+asked for it, layer by layer where its layers have a flag. Else the blocks are the children, with
+parameters, of the longest `nn.ModuleList` or `nn.Sequential`: the one with the most of them, and of
+equals the one with more parameters.
+
+Of some blocks the first ones are taken. They run again last, when the tensors of all later blocks
+have been released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Number
@@ -22,6 +26,7 @@ from elastic_mbs.rollback.random_streams import RandomStreams, StreamState
 
 Attributes = dict[str, Any]  # of one module, by name
 _ABSENT: Any = object()
+_FLAG = "gradient_checkpointing"  # of the layers of transformers
 
 
 class CheckpointedBlocks:
@@ -29,16 +34,27 @@ class CheckpointedBlocks:
 
     A block draws the same random numbers in backward as in forward, and neither its streams nor its
     numbers, flags and strings move by the second run. A block that changes its buffers is refused.
+
+    Args:
+        roots: the models.
+        streams: the random streams that blocks can draw from.
+        count: how many blocks are checkpointed; None for all.
+
+    Attributes:
+        blocks: the blocks that are.
     """
 
-    def __init__(self, roots: Iterable[nn.Module], streams: RandomStreams) -> None:
-        modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    def __init__(
+        self, roots: Iterable[nn.Module], streams: RandomStreams, count: int | None = None
+    ) -> None:
+        modules = modules_of(roots)
         # checkpointing does not go with torch.compile, which recomputes by rules of its own
-        compiled = any(map(is_compiled, modules))
-        asked = [] if compiled else list(filter(_offers, modules))
-        self.blocks = [] if compiled else asked or blocks_of(modules)
+        asked = [] if any(map(is_compiled, modules)) else list(filter(_offers, modules))
+        every = checkpointable(modules)
+        self.blocks = every[:count]
+        left = [] if count is None else every[count:]
         self._streams = streams
-        self._asked = [_Asked(module, self._how(())) for module in asked]
+        self._asked = [_Asked(module, self._how(()), left) for module in asked]
         self._patched: list[tuple[nn.Module, Attributes]] = []  # with what was there before
 
     def _how(self, modules: Iterable[nn.Module]) -> dict[str, Any]:
@@ -82,9 +98,10 @@ class CheckpointedBlocks:
 class _Asked:
     """A model with checkpointing of its own, and what switching it on has changed."""
 
-    def __init__(self, model: nn.Module, how: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, how: dict[str, Any], left: Iterable[nn.Module]) -> None:
         self._model: Any = model
         self._how = how
+        self._left = list(left)  # its layers that are not checkpointed
         # of each module, while it is on: its attributes and the keys of its hooks before
         self._before: list[tuple[nn.Module, Attributes, dict[str, set[int]]]] = []
 
@@ -95,6 +112,8 @@ class _Asked:
         ]
         name = _name_of(self._model)
         getattr(self._model, f"{name}_enable")(**{f"{name}_kwargs": self._how})
+        for layer in self._left:
+            vars(layer)[_FLAG] = False
         for module, attributes, _ in self._before:
             present = vars(module)
             before = {name: attributes.get(name, _ABSENT) for name in present}
@@ -142,6 +161,33 @@ def _offers(module: nn.Module) -> bool:
     name = _name_of(module)
     offered = name is not None and getattr(module, "supports_gradient_checkpointing", True)
     return bool(offered) and not getattr(module, f"is_{name}", False)
+
+
+def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules and all below them, each once."""
+    return list(dict.fromkeys(module for root in roots for module in root.modules()))
+
+
+def checkpointable(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks among a model's modules, in the order in which they run."""
+    if any(map(is_compiled, modules)):
+        return []
+    offering = list(filter(_offers, modules))
+    return _flagged(offering) or offering or blocks_of(modules)
+
+
+def _flagged(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the layers that these models checkpoint one by one, each by a flag of its own."""
+    flagged = [module for module in modules_of(models) if isinstance(_flag_of(module), bool)]
+    return [
+        module
+        for module in flagged
+        if not any(inner is not module and inner in flagged for inner in module.modules())
+    ]
+
+
+def _flag_of(module: nn.Module) -> object:
+    return getattr(module, _FLAG, None)
 
 
 def is_compiled(module: nn.Module) -> bool:

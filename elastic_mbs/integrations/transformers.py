@@ -26,6 +26,7 @@ from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
+from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trainer.checks import check_class, check_trainer
 from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
 from elastic_mbs.integrations.trainer.predictions import joined, mean_loss
@@ -34,7 +35,6 @@ from elastic_mbs.integrations.trainer.ranks import (
     share_of_counts,
     share_of_items,
 )
-from elastic_mbs.integrations.trainer.rows import Rows
 from elastic_mbs.integrations.trl import rollouts
 from elastic_mbs.integrations.trl.kinds import rows_of
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note

@@ -210,27 +210,65 @@ def clip() -> Subject:
     )
 
 
-def escalated(by: str) -> Subject:
-    """Return a step whose single samples do not fit, twice.
+MANY, HIDDEN, POSITIONS = 4096, 1024, 48  # so that a sample's logits, and its MLP, take 1 MiB
 
-    All later attempts are offloaded or checkpointed.
-    """
-    case = planned_step(
+
+def words() -> Subject:
+    """Return a step of a language model whose logits and MLPs take most of the memory."""
+
+    def mixed(m: Any, x: Tensor) -> Tensor:
+        x = x + m.norm(x).cumsum(1) / POSITIONS
+        found: Tensor = x + m.inner(x)
+        return found
+
+    blocks = [
+        Made(
+            mixed,
+            norm=nn.LayerNorm(WIDTH),
+            inner=nn.Sequential(
+                nn.Linear(WIDTH, HIDDEN),
+                nn.GELU(),
+                nn.Tanh(),
+                nn.Sigmoid(),
+                nn.Linear(HIDDEN, WIDTH),
+            ),
+        )
+        for _ in range(2)
+    ]
+    parts = {
+        "embed": nn.Embedding(MANY, WIDTH),
+        "blocks": nn.Sequential(*blocks),
+        "head": nn.Linear(WIDTH, MANY),
+    }
+    model = Made(lambda m, ids: m.head(m.blocks(m.embed(ids))), **parts)
+    ids = torch.randint(0, MANY, (2, POSITIONS))
+    return Subject(
+        model, lambda b: F.cross_entropy(model(b)[:, :-1].flatten(0, 1), b[:, 1:].flatten()), [ids]
+    )
+
+
+def attentive() -> Subject:
+    """Return a step of attention and dropout."""
+    return planned_step(
         text(layers=("attention", "dropout", "attention"), tied=True, width=64, length=8)
     )
-    refusals = iter(range(4))
+
+
+def escalated(make: Callable[[], Subject], *rungs: str, steps: int) -> Subject:
+    """Return a step whose single samples do not fit until so many steps of `rungs` are in use."""
+    case = make()
 
     def loss_fn(batch: Any) -> Any:
-        # at 4, 2, 1 and 1 samples
+        call = running_call()
         if (
-            running_call() is not None
+            call is not None
             and torch.is_grad_enabled()
-            and next(refusals, None) is not None
+            and len(call.parts.profile.ladder.steps) < steps
         ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         return case.loss_fn(batch)
 
-    return replace(case, loss_fn=loss_fn, options={**case.options, "escalate": (by,)})
+    return replace(case, loss_fn=loss_fn, options={**case.options, "escalate": rungs})
 
 
 STEPS: dict[str, Plan | Callable[[], Subject]] = {
@@ -266,8 +304,12 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
     "scaled": scaled,
     "half_in_float32": planned(layers=("linear",), half=True),
     "compiled": compiled,
-    "offloaded": partial(escalated, "offload"),
-    "checkpointed": partial(escalated, "checkpoint"),
+    "offloaded": partial(escalated, attentive, "offload", steps=1),
+    "checkpointed": partial(escalated, attentive, "checkpoint", steps=2),  # all of its blocks
+    "some_checkpointed": partial(escalated, attentive, "checkpoint", steps=1),
+    "logits_in_chunks": partial(escalated, words, "logits", steps=1),
+    "tiled": partial(escalated, words, "tile", steps=1),
+    "every_rung": partial(escalated, words, "logits", "tile", "checkpoint", "offload", steps=5),
     "by_length": by_length,
     "contrastive": contrastive,  # the masks of its two passes have to be the same
     "clip": clip,  # leaves of the loss's own, and statistics that are updated once

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from elastic_mbs import UsageError
 from elastic_mbs.batch import schedule
 from elastic_mbs.cli import command
-from elastic_mbs.cli.demo import compare, run, tenant, text
+from elastic_mbs.cli.demo import compare, one_sample, run, tenant, text
 from elastic_mbs.cli.demo.gpt import GPTConfig, make_model, token_loss
 from elastic_mbs.cli.report import render
 
@@ -28,6 +28,7 @@ NO_PAGE = [*QUICK, "--no-page"]
 @pytest.fixture(autouse=True)
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "CPU_MODEL", SMALL)
+    monkeypatch.setattr(one_sample, "MODEL", replace(SMALL, context=1200, layers=4))
 
 
 def test_it_survives_and_trains_the_same_model(
@@ -42,6 +43,9 @@ def test_it_survives_and_trains_the_same_model(
         "it leaves",
         "out of memory in ",
         "trained the same model.",
+        "one document         1200 tokens, which cannot be cut",
+        "taken                logits, checkpoint (",
+        "EQUAL within rounding: a document that does not fit trained the same model.",
     ):
         assert words in out
     assert not list(tmp_path.iterdir())
@@ -101,6 +105,11 @@ def test_a_mistake_is_noticed(
         differences=[0.0, math.nan], weight=0.0, rounding=compare.ROUNDING[torch.float64]
     )
     assert not compare.Outcome.equal.fget(outcome)  # type: ignore[attr-defined]  # the property's own function
+    long = one_sample.LongDocument(2, 1, [1.0], [1.0], 0.0, [], torch.float64)
+    assert long.equal
+    for wrong in (replace(long, losses=[1 + 1e-11]), replace(long, losses=[math.nan])):
+        assert not wrong.equal
+    assert not replace(long, weight=math.nan).equal
 
 
 def test_a_run_that_never_ran_out_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

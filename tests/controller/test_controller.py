@@ -58,7 +58,7 @@ def test_an_escalation_after_an_unexplained_failure_ends_no_call() -> None:
         driver.clean(7)
     decision = driver.controller.begin(KEY, 7, 1)
     assert driver.controller.out_of_memory(KEY, 7, driver.reading()) is None
-    driver.controller.needs_less(KEY)
+    driver.controller.needs_other(KEY)
     assert driver.finish(decision, 7, 1, KEY, size=4, ooms=1) == Move(4, 7, "grow")
 
 

@@ -1,4 +1,4 @@
-"""`escalate=("logits",)` with language models of transformers: less memory, the same gradients."""
+"""Rungs of escalation with language models of transformers: less memory, the same gradients."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from elastic_mbs import ElasticMBS, Escalated, Event, MemoryBudget, RecoveryOptions
+from elastic_mbs import Escalated, Event, MemoryBudget
 from stress.reference.state import error_of
-from tests.helpers.steps import grads
+from tests.helpers.steps import elastic, grads
 
 pytestmark = pytest.mark.no_oom_injection
 
 CLASSES, LENGTH = 6000, 256
+LONG = 512  # positions of a sample whose MLPs take more than its logits
 SMALL = {
     "vocab_size": CLASSES,
     "hidden_size": 32,
@@ -48,10 +49,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def made(name: str) -> Any:
+def made(name: str, **more: Any) -> Any:
     kind, options = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(
-        **{**({"vocab_size": CLASSES} if kind == "GPT2" else SMALL), **options}
+        **{**({"vocab_size": CLASSES} if kind == "GPT2" else SMALL), **options, **more}
     )
     torch.manual_seed(0)
     find = getattr(transformers, f"{kind}LMHeadModel", None)
@@ -61,31 +62,43 @@ def made(name: str) -> Any:
     return model.double().train()
 
 
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    found: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_sample_trains_in_a_part_of_its_memory(name: str) -> None:
-    model = made(name)
-    ids = torch.randint(0, CLASSES, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    part = 2 if name.startswith("Gemma2") else 3  # its layers take more
+    check(made(name), LENGTH, part, ["logits"])
 
-    def loss_fn(piece: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=piece, labels=piece, use_cache=False).loss
-        return found
 
-    loss_fn(ids).backward()
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("Gemma2")])
+def test_one_sample_trains_in_a_fifth_of_its_activations_and_logits(name: str) -> None:
+    if name == "GPT2":
+        model = made(name, n_positions=LONG, n_inner=512)
+    else:
+        model = made(name, max_position_embeddings=LONG, intermediate_size=512)
+    check(model, LONG, 5, ["logits", "tile"])
+
+
+def check(model: Any, length: int, part: int, rungs: list[str]) -> None:
+    """Train on one sample in a part of the memory that it takes beside the gradients."""
+    ids = torch.randint(0, CLASSES, (1, length), generator=torch.Generator().manual_seed(1))
+    loss_of(model, ids).backward()
     wanted = grads(model)
     model.zero_grad()
     events: list[Event] = []
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
     with MemoryBudget("20GiB", [model]) as budget:
         before = budget.live
-        loss_fn(ids).backward()
+        loss_of(model, ids).backward()
         model.zero_grad()
-        part = 2 if name.startswith("Gemma2") else 3  # its layers take more
-        budget.limit = before + (budget.peak - before) // part
-        mbs = ElasticMBS(
-            model, recovery=RecoveryOptions(escalate=("logits",)), on_event=events.append
-        )
-        result = mbs.backward(loss_fn, ids)
+        budget.limit = before + gradients + (budget.peak - before - gradients) // part
+        mbs = elastic(model, escalate=tuple(rungs), on_event=events.append, sensor=None)
+        result = mbs.backward(lambda piece: loss_of(model, piece), ids)
         assert result.ooms > 0
         found = grads(model)
         mbs.close()
-    assert [event.by for event in events if isinstance(event, Escalated)] == ["logits"]
+    assert [event.by for event in events if isinstance(event, Escalated)] == rungs
     assert error_of(found, wanted) <= 1e-12

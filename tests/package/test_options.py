@@ -63,7 +63,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         for value in ("none", "Mean", None, ["sum"])
     ),
     *(
-        ({"escalate": value}, f"escalate={value!r}", '("logits", "offload", "checkpoint")')
+        ({"escalate": value}, f"escalate={value!r}", 'use "auto"')
         for value in ("offload", None, ("swap",), ("offload",) * 2)
     ),
     *(({"replay": value}, f"replay={value!r}", "'isolate'") for value in ("piece", None, True)),

@@ -244,7 +244,7 @@ def test_the_error_at_the_floor_names_the_figures_and_the_ways_out() -> None:
         "300.0 MiB",
         "micro-batch of 2",
         "min_micro_batch_size",
-        "checkpointing",
+        "checkpoints blocks",
         "CUDA out of memory",
     ):
         assert part in text, part

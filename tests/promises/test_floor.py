@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from elastic_mbs import (
     CallFailed,
@@ -18,6 +20,7 @@ from elastic_mbs import (
     MicroBatchFloorError,
     OutOfMemory,
 )
+from elastic_mbs.escalation.largest import LargestTensors, names_of
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import (
     FailOn,
@@ -31,7 +34,7 @@ from tests.helpers.steps import (
 )
 from tests.helpers.strikes import until_clean
 
-MIB = 1024**2
+MIB, KIB = 1024**2, 1024
 
 
 class _Plenty:
@@ -97,3 +100,119 @@ def test_a_rollback_takes_no_memory_so_each_failure_has_its_event() -> None:
             survived += failed > 0
         assert sum(isinstance(event, OutOfMemory) for event in events) == failed, inject.hits
     assert survived > 3
+
+
+# ---------------------------------------------------------------------- who took the memory
+
+CLASSES, LENGTH = 1000, 512
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(functional.gelu(self.up(x)))  # the line of Block
+        return found
+
+
+def words() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    body = nn.Sequential(*(Block() for _ in range(3)))
+    model = nn.Sequential(nn.Embedding(CLASSES, 16), body, nn.Linear(16, CLASSES))
+    return model, torch.randint(0, CLASSES, (1, LENGTH))
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    logits: Tensor = model(ids)  # the line of the model
+    return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())  # the line of the loss
+
+
+def line_of(text: str) -> str:
+    """Return the place of a line of this file, as an error names it."""
+    source = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{1 + next(n for n, line in enumerate(source) if text in line)}"
+
+
+def refused(limit: int, *escalate: str) -> str:
+    """Return the text of the error where `limit` bytes are free beside the model."""
+    model, ids = words()
+    with MemoryBudget("1GiB", track=(model, ids)) as budget:
+        mbs = elastic(model, escalate=escalate, sensor=None)
+        budget.limit = budget.live + limit
+        with pytest.raises(MicroBatchFloorError) as caught:
+            mbs.backward(lambda piece: loss_of(model, piece), ids)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "module", "line"),
+    [
+        (2 * MIB, "'1.", "# the line of Block"),
+        (4 * MIB, "'2'", "# the line of the model"),
+        (6 * MIB, "", "# the line of the loss"),
+    ],
+)
+def test_the_error_names_the_module_and_the_line_that_asked(
+    limit: int, module: str, line: str
+) -> None:
+    asked = re.search(r"It asked for [^(]*\((.*?)\); without", refused(limit))
+    assert asked
+    assert module in asked[1]
+    assert asked[1].endswith(line_of(line))
+
+
+def test_an_error_in_backward_names_the_largest_tensors_and_where_they_are_from() -> None:
+    text = refused(8 * MIB)
+    assert "(in backward); without" in text
+    largest = text.partition("The largest of its tensors: ")[2].partition(". ")[0].split("; ")
+    logits = f"float32 ({LENGTH}, {CLASSES}), {LENGTH * CLASSES * 4 / MIB:.1f} MiB"
+    assert largest[0].startswith(logits)
+    assert largest[0].endswith(line_of("# the line of the loss"))
+    hidden = f"float32 ({LENGTH}, 256), {LENGTH * 256 * 4 / KIB:.1f} KiB, module '1."
+    assert largest[-1].startswith(hidden)
+    assert largest[-1].endswith(line_of("# the line of Block"))
+
+
+def test_the_error_says_what_each_way_would_need() -> None:
+    limit = 3 * MIB // 2
+    text = refused(limit, "logits", "checkpoint")
+    model, _ = words()
+    held = sum(parameter.nbytes for parameter in model.parameters()) + LENGTH * 8
+    needs = re.search(r"This process needs at least (.*?)\. Ways out", text)
+    assert needs
+    sizes, ways = zip(*(each.split(" MiB") for each in needs[1].split(", ")), strict=True)
+    parts = [f" with logits and checkpoint ({count} of 3 blocks)" for count in (1, 2, 3)]
+    assert list(ways) == ["", " with logits", *parts]
+    assert all(float(size) * MIB > held + limit - MIB // 20 for size in sizes)
+
+
+def test_a_look_at_the_tensors_changes_no_gradient_and_keeps_nothing_alive() -> None:
+    peaks, found = [], []
+    for looked in (False, True):
+        model, ids = words()
+        look = LargestTensors(lambda model=model: names_of([model]))  # type: ignore[misc]
+        with MemoryBudget("1GiB", track=(model, ids)) as budget:
+            if looked:
+                look.__enter__()
+            loss_of(model, ids).backward()
+            look.__exit__(None, None, None)
+            look.__exit__(None, None, None)
+            peaks.append(budget.peak)
+            found.append([parameter.grad for parameter in model.parameters()])
+        assert {tensor.origin.line for tensor in look.alive()} == ({""} if looked else set())
+    assert peaks[0] == peaks[1]
+    assert all(map(torch.equal, *found))
+
+
+def test_nothing_is_looked_at_before_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: LargestTensors) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(LargestTensors, "__enter__", refuse)
+    model, batch = mlp(), pairs(8)
+    fail = FailOn(1, 2, 3)  # at 8, 4 and 2 samples
+    assert elastic(model).backward(failing(model, fail), batch).ooms == 3
+    with pytest.raises(AssertionError):
+        elastic(model).backward(failing(model, FailOn(1, 2, 3, 4)), batch)

@@ -1,13 +1,15 @@
 """The demo: a small GPT on real text, in less memory than its batch needs.
 
 A co-tenant comes and goes. The GPT is trained twice, the second time without limits and without
-this package, and both loss curves are compared. `elastic_mbs/cli/demo/run.py` holds the training
+this package, and both loss curves are compared. On a CPU there is a second act: a document that
+needs more than there is, although it is alone. `elastic_mbs/cli/demo/run.py` holds the training
 loop. With `--distributed ddp`, under torchrun, it is a job of several ranks, one of which runs out.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from elastic_mbs.cli import report
 from elastic_mbs.cli.demo import ranks
 from elastic_mbs.cli.demo.compare import Notes, Options, prepare, run_both
 from elastic_mbs.cli.demo.console import introduction, page, summary, table, verdict
+from elastic_mbs.cli.demo.one_sample import run_long_document
 from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import parse_bytes
 from elastic_mbs.sinks.run_log import checked_path
@@ -118,7 +121,13 @@ def main(arguments: argparse.Namespace) -> int:
         report.write(page(outcome, rows, options.log), arguments.out)
         print(f"{'page':<22}{arguments.out}, of the run log {options.log}")
     print(f"\n{verdict(outcome)}")
-    return 0 if outcome.equal and outcome.ooms else 1
+    equal = outcome.equal
+    if options.device.type == "cpu":
+        print("\nSecond act: one long document, in less memory than it needs.", flush=True)
+        long = run_long_document(options, partial(print, flush=True))
+        print(long)
+        equal = equal and long.equal
+    return 0 if equal and outcome.ooms else 1
 
 
 def _job(options: Options, out: Path, *, with_page: bool) -> int:

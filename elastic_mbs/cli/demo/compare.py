@@ -216,16 +216,15 @@ def run_both(setting: Setting, notes: Notes) -> Outcome:
         reference.append,
     )
     done = time.perf_counter()
-    weight = worst_weight(model, twin)
+    weight = largest_difference(model, twin)
     return Outcome(
         notes, reference, weight, between - began, done - between, ROUNDING[options.dtype]
     )
 
 
-def worst_weight(model: nn.Module, twin: nn.Module) -> float:
+def largest_difference(model: nn.Module, other: nn.Module) -> float:
     """Return the largest difference of a weight, relative to the largest of its tensor."""
-    pairs = zip(model.parameters(), twin.parameters(), strict=True)
     return max(
-        float((mine - other).detach().abs().max() / other.detach().abs().max())
-        for mine, other in pairs
+        float((mine - its).detach().abs().max() / its.detach().abs().max())
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True)
     )

@@ -23,9 +23,9 @@ from elastic_mbs.cli.demo.compare import (
     Options,
     Outcome,
     Setting,
+    largest_difference,
     measure,
     prepare,
-    worst_weight,
 )
 from elastic_mbs.cli.demo.run import train, train_plainly
 from elastic_mbs.cli.demo.tenant import Script, TenantMove, limited, write_script
@@ -151,7 +151,7 @@ def run_job(setting: Setting, rank: int, world: int) -> JobOutcome | None:
     return JobOutcome(
         notes,
         reference,
-        worst_weight(model, twin),
+        largest_difference(model, twin),
         seconds,
         time.perf_counter() - between,
         ROUNDING[options.dtype],

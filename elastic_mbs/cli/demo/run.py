@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from elastic_mbs import ElasticMBS, Event, MemoryOptions, Policy, StepResult, count_tokens
+from elastic_mbs import (
+    ElasticMBS,
+    Event,
+    MemoryOptions,
+    Policy,
+    RecoveryOptions,
+    StepResult,
+    count_tokens,
+)
 from elastic_mbs.cli.demo.gpt import token_loss
 from elastic_mbs.cli.demo.text import Batch
 
@@ -23,6 +31,7 @@ def train(
     on_event: Callable[[Event], None],
     on_result: Callable[[StepResult], None],
     log: Path | None = None,
+    recovery: RecoveryOptions | None = None,
 ) -> None:
     """Train with elastic_mbs: each batch as large as is wanted, in whatever memory there is."""
     optimizer = make_optimizer(model)
@@ -33,6 +42,7 @@ def train(
         on_event=on_event,
         log=log,
         memory=MemoryOptions(monitor_interval=0.02),
+        recovery=recovery,
     ) as mbs:
         for batch in batches:
             # was: loss = token_loss(batch, model); loss.backward()

@@ -45,6 +45,8 @@ def failure_of(
         unknown=left.unknown,
         unwatched=left.unwatched,
         edited=parts.edits.by_a_failed_piece(attempt.data),
+        origin=parts.hooks.origin_of(error),
+        largest=tuple(parts.hooks.largest()),
     )
     parts.hooks.drop_graph(attempt.terms)
     attempt.drop()

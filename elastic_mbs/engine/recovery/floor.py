@@ -9,11 +9,15 @@ the ways out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic_mbs.engine.attempt import Failure
 from elastic_mbs.engine.parts import CallParts
+from elastic_mbs.engine.recovery.refusal import Try, has_room, needed_by, refusal
 from elastic_mbs.errors import MicroBatchFloorError
-from elastic_mbs.events import Escalated, WaitingForMemory, format_bytes
-from elastic_mbs.memory import Headroom, Reading
+from elastic_mbs.escalation.checkpoint import checkpointable
+from elastic_mbs.events import Escalated, WaitingForMemory
+from elastic_mbs.memory import Headroom, MemoryBudget
 from elastic_mbs.memory.processes import describe
 
 _TRIES = 2
@@ -22,10 +26,6 @@ _NAP = 0.25  # longest time between two looks at the memory while waiting, in se
 # Waiting can help when others hold at least 1/16 of the device: the driver and our own context
 # count as others.
 _OTHERS = 16
-_ESCALATE = (
-    'recovery=RecoveryOptions(escalate=("logits", "offload", "checkpoint")), which computes logits '
-    "in chunks, then offloads saved tensors, and then turns on activation checkpointing; "
-)
 
 
 class Floor:
@@ -40,12 +40,15 @@ class Floor:
         self._start: int | None = None  # first sample of the piece
         self._failures = 0
         self._wait_left = parts.resources.settings.memory.wait_for_memory  # seconds
+        self._tries = list[Try]()  # the ways in which this piece did not fit
 
     def committed(self, start: int, stop: int) -> None:
         """Forget the failures of the piece at the floor, where it is among the samples given."""
         if self._start is not None and start <= self._start < stop:
             self._start = None
             self._failures = 0
+            self._tries.clear()
+            self._parts.hooks.look_away()
 
     def reached(self, failure: Failure, *, training: bool) -> None:
         """Return when a piece that cannot be cut may be tried again.
@@ -59,8 +62,11 @@ class Floor:
         """
         parts, piece = self._parts, failure.piece
         parts.profile.learn_too_full(len(piece))
-        self._failures = self._failures + 1 if self._start == piece.start else 1
-        self._start = piece.start
+        if self._start != piece.start:
+            self._start, self._failures = piece.start, 0
+            self._tries.clear()
+        self._failures += 1
+        parts.hooks.look()
         parts.resources.monitor.renew()  # the last reading was made before memory was released
         reading = parts.resources.monitor.latest()
         seen = reading if isinstance(reading, Headroom) else None
@@ -68,9 +74,14 @@ class Floor:
         too_large = seen is not None and requested is not None and requested > seen.total
         if not too_large and self._may_retry(seen, failure):
             return
-        if training and self._escalated(failure):
+        steps = parts.profile.ladder.steps if training else ()
+        self._tries.append(Try(steps, needed_by(failure)))
+        if training and self._escalated(failure, seen):
             return
-        raise MicroBatchFloorError(self._message(failure, reading, too_large, training))
+        settings = parts.resources.settings
+        raise MicroBatchFloorError(
+            refusal(failure, reading, settings, self._tries, training=training)
+        )
 
     def _may_retry(self, seen: Headroom | None, failure: Failure) -> bool:
         """Return whether the same piece is tried again, after a wait where others hold memory."""
@@ -78,7 +89,7 @@ class Floor:
             return True
         if seen is None:
             return False
-        if self._failures < _TRIES_WITH_ROOM and _has_room(seen, failure):
+        if self._failures < _TRIES_WITH_ROOM and has_room(seen, failure):
             return self._napped()
         return self._waited(seen, failure.verdict.requested)
 
@@ -116,16 +127,17 @@ class Floor:
                 return True
         return False
 
-    def _escalated(self, failure: Failure) -> bool:
-        """Put the next way of `escalate` in use; return False where none is left."""
+    def _escalated(self, failure: Failure, seen: Headroom | None) -> bool:
+        """Put the next step of `escalate` in use; return False where none is left."""
         parts = self._parts
-        ways = parts.resources.settings.recovery.escalate
-        left = ways[parts.profile.escalated :]
-        if not left:
+        ladder = parts.profile.ladder
+        step = ladder.next(self._rungs(), self._blocks)
+        if step is None:
             return False
-        parts.profile.escalate()
-        parts.hooks.escalate(ways[: parts.profile.escalated])
-        parts.knowledge.controller.needs_less(parts.key)
+        needed = needed_by(failure)
+        ladder.climb(step, None if seen is None else max(seen.capacity, needed or 0))
+        parts.hooks.escalate(ladder.steps)
+        parts.knowledge.controller.needs_other(parts.key)
         self._failures = 0
         parts.progress.forgive()
         parts.resources.log.emit(
@@ -133,52 +145,24 @@ class Floor:
                 parts.resources.settings.name,
                 failure.piece.start,
                 failure.piece.stop,
-                left[0],
+                step.rung,
                 str(parts.key),
+                step.part,
+                needed,
             )
         )
         return True
 
-    def _message(self, failure: Failure, reading: Reading, too_large: bool, training: bool) -> str:
-        settings = self._parts.resources.settings
-        limits, ways = settings.limits, settings.recovery.escalate
-        piece, verdict = failure.piece, failure.verdict
-        used = f", not even with {' and '.join(ways)}" if ways and training else ""
-        out = ""
-        if not isinstance(reading, Headroom) or reading.held_by_others:
-            out += "free what others hold; "
-        if max(limits.minimum, limits.align) > 1:
-            out += f"a lower min_micro_batch_size (now {limits.minimum}, align {limits.align}); "
-        out += "smaller samples; "
-        if training and len(ways) < 3:
-            out += _ESCALATE
-        return (
-            f"a micro-batch of {len(piece)} (samples {piece.start}:{piece.stop}), the smallest "
-            f"allowed, does not fit{used}. {_facts(failure, reading)}"
-            f"{'. The request is larger than the whole device' if too_large else ''}. "
-            f"Ways out: {out}a smaller optimizer state. The error was: {verdict.message}"
-        )
+    def _rungs(self) -> Sequence[str]:
+        """Return the rungs that may be taken.
 
+        By itself nothing is moved from the host to the host.
+        """
+        recovery, resources = self._parts.resources.settings.recovery, self._parts.resources
+        if recovery.escalate != "auto" or not resources.on_cpu or MemoryBudget.current():
+            return recovery.rungs
+        return [rung for rung in recovery.rungs if rung != "offload"]
 
-def _has_room(seen: Headroom, failure: Failure) -> bool:
-    """Return whether a reading after the failure shows room for all that the attempt had wanted."""
-    requested = failure.verdict.requested
-    if requested is None:
-        return False
-    held = failure.verdict.held
-    return requested <= seen.free if held is None else held + requested <= seen.capacity
-
-
-def _facts(failure: Failure, reading: Reading) -> str:
-    """Return what the attempt had and wanted, and what was there when it had let go of it."""
-    asked = f"It asked for {format_bytes(failure.verdict.requested)}"
-    if failure.verdict.held is not None:
-        asked += f" on top of {format_bytes(failure.verdict.held)} that this process held"
-    if not isinstance(reading, Headroom):
-        return f"{asked}; {reading.in_words()}"
-    short = (
-        ", enough for it: memory was short for a moment only, or is free in parts too small"
-        if _has_room(reading, failure)
-        else ""
-    )
-    return f"{asked}; without the attempt {reading.in_words()}{short}"
+    def _blocks(self) -> int:
+        """Return how many blocks of the model can be checkpointed."""
+        return len(checkpointable(self._parts.resources.model.modules))

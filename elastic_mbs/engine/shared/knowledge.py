@@ -15,7 +15,9 @@ from elastic_mbs.batch.containers import Path
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.messages import CallOutcome, Key
 from elastic_mbs.engine.outcome.timing import Timed
+from elastic_mbs.escalation.ladder import Ladder
 from elastic_mbs.escalation.logits import OtherLayers
+from elastic_mbs.escalation.position_wise import PositionWise
 from elastic_mbs.noise_scale import Smoothed
 from elastic_mbs.options import Settings
 
@@ -40,9 +42,10 @@ class LossProfile:
     normalises_batch: bool = False
     edits_batch: bool = False  # it edits its batch in place: pieces are copies
     seen: bool = False  # a call has ended, so it is known what else it changes
-    escalated: int = 0  # how many of `RecoveryOptions.escalate` are in use
+    ladder: Ladder = field(default_factory=Ladder)  # the steps of `escalate` that are in use
     # Of the linear layers, those whose output is more than the logits of a cross-entropy.
     other_layers: OtherLayers = field(default_factory=OtherLayers)
+    position_wise: PositionWise = field(default_factory=PositionWise)  # the modules that are
     # Samples in the largest piece that failed and could not be cut. No piece is prefetched beside
     # one of that size.
     too_full: int = 0
@@ -96,6 +99,7 @@ class LossProfile:
     def learn_end(self) -> None:
         """Record that a call has ended well."""
         self.seen = True
+        self.ladder.count_call()
 
     def learn_too_full(self, samples: int) -> None:
         """Record the length of a piece that failed and could not be cut."""
@@ -104,10 +108,6 @@ class LossProfile:
     def learn_compared(self) -> None:
         """Record that whole and pieces are not to be compared any more."""
         self.compared = True
-
-    def escalate(self) -> None:
-        """Put the next of `RecoveryOptions.escalate` in use."""
-        self.escalated += 1
 
 
 class Knowledge:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from elastic_mbs.batch.transfer import choose_device, to_device
 from elastic_mbs.controller.messages import Capacity
 from elastic_mbs.device import accelerator_of
@@ -158,6 +160,13 @@ class Resources:
         if for_good:
             self._generators += new
         self.streams.follow([*self._generators, *new])
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps a leaf that a backward of this runtime can reach."""
+        leaf_of, ledger = self.model.leaf_of, self.ledger
+        return any(
+            leaf_of(leaf) in ledger for group in optimizer.param_groups for leaf in group["params"]
+        )
 
     def forget_model(self) -> None:
         """Drop the view of the model: it can have changed without the ledger's knowledge."""

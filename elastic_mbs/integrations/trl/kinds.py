@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_mbs.errors import UnsupportedError, UsageError
-from elastic_mbs.integrations.trainer.rows import Rows
+from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trl import private
 from elastic_mbs.integrations.trl.pairs import Pairs, PreferencePairs, check_preferences
 from elastic_mbs.integrations.trl.rollouts import Completions, check_completions

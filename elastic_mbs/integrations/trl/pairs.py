@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.errors import UnsupportedError
-from elastic_mbs.integrations.trainer.rows import Rows
+from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trl import private
 
 # the parts of a sample: tensors with a row for each text, and tensors with one for each pair

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.errors import UnsupportedError
-from elastic_mbs.integrations.trainer.rows import Rows
+from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trl import private
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
 from elastic_mbs.memory import oom

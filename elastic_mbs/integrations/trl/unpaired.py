@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.errors import UnsupportedError
-from elastic_mbs.integrations.trainer.rows import Rows
+from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trl import private
 from elastic_mbs.memory import oom
 from elastic_mbs.runtime import ElasticMBS

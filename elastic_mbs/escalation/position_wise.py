@@ -1,0 +1,241 @@
+"""Position-wise modules: each position of the output depends on that position of the input alone.
+
+A name says nothing of that, so a module is tried: a copy of it, in double precision and with random
+weights, runs on a few positions at once and on tiles of them. Outputs and all gradients have to be
+equal. Weights are random because a layer that mixes positions can begin with weights of zero.
+
+Refused without a trial are modules with buffers or hooks, and those that hold tensors or modules
+beside their parameters and children. Refused by the trial are, besides those that mix positions,
+modules that draw random numbers (dropout), that edit their input, and that change their own
+attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from numbers import Number
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from elastic_mbs.memory.budget import on_host
+from elastic_mbs.memory.oom import classify
+from elastic_mbs.rollback.random_streams import RandomStreams
+
+TILES = (1, 5, 11, 7)  # positions of each tile of the trial
+TOLERANCE = 1e-10  # of the largest value; a module that mixes positions is off by 1
+_SEED = 0
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+class _Same:
+    """An object that equals itself only, and stays alive."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class Kept(NamedTuple):
+    """The bytes of one position, in double precision."""
+
+    inside: int  # that backward needs, beside parameters and the input
+    output: int
+
+
+class PositionWise:
+    """The verdicts on modules. Modules of the same structure are tried once."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[Hashable, Kept | None] = {}
+
+    def kept(self, module: nn.Module, input: Tensor, streams: RandomStreams) -> Kept | None:
+        """Return the bytes that a position takes inside a module; None if it is not position-wise.
+
+        Args:
+            module: a module that `may_be_position_wise`.
+            input: the tensor that it is called with, of shape (…, positions, features).
+            streams: the random streams that it could draw from.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room to try it.
+        """
+        key = (_structure(module), input.ndim, *_shape(input))
+        if key not in self._verdicts:
+            self._verdicts[key] = _tried(module, _shape(input), streams)
+        return self._verdicts[key]
+
+
+def may_be_position_wise(module: nn.Module) -> bool:
+    """Return whether a module by itself, without its children, may be tried."""
+    own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
+    return not (
+        isinstance(module, torch.jit.ScriptModule)
+        or any(buffer is not None for buffer in module._buffers.values())
+        or any(vars(module)[name] for name in _HOOKS)
+        or "forward" in own
+        or "_hf_hook" in own
+        or any(map(_holds_others, own.values()))
+        or not all(map(_is_plain, module._parameters.values()))
+    )
+
+
+def _holds_others(value: object) -> bool:
+    """Return whether an attribute has tensors or modules, which a copy would copy, too."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_others, value.values()))
+    if isinstance(value, list | tuple | set):
+        return any(map(_holds_others, value))
+    return isinstance(getattr(value, "__self__", value), Tensor | nn.Module)
+
+
+def _is_plain(parameter: nn.Parameter | None) -> bool:
+    return parameter is None or (
+        type(parameter) is nn.Parameter
+        and parameter.layout is torch.strided
+        and parameter.is_floating_point()
+        and parameter.device.type != "meta"
+    )
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """Return everything that decides how a module computes, but for the values of its weights."""
+    return tuple(
+        (
+            name,
+            type(each),
+            each.training,
+            tuple(
+                (key, None if value is None else (tuple(value.shape), value.requires_grad))
+                for key, value in each._parameters.items()
+            ),
+            tuple(
+                (key, value if isinstance(value, Number | str) else _Same(value))
+                for key, value in vars(each).items()
+                if key not in _TORCHS_OWN
+            ),
+        )
+        for name, each in module.named_modules()
+    )
+
+
+def _shape(input: Tensor) -> tuple[int, ...]:
+    """Return the shape of a trial's input: two samples, a few positions, and all else as it is."""
+    shape = list(input.shape)
+    if len(shape) > 2:
+        shape[0] = min(2, shape[0])
+    shape[-2] = sum(TILES)
+    return tuple(shape)
+
+
+def _tried(module: nn.Module, shape: Sequence[int], streams: RandomStreams) -> Kept | None:
+    """Return the bytes that a position takes inside a module; None if the trial fails."""
+    before = streams.read(hosts=True)
+    try:
+        with (
+            on_host(),
+            saved_tensors_hooks(_unchanged, _unchanged),  # a checkpoint around would count them
+            torch._C.DisableTorchFunction(),
+            torch.autocast("cpu", enabled=False),
+            torch.enable_grad(),
+        ):
+            kept = _trial(module, shape)
+    except Exception as error:
+        if classify(error) is not None:  # which says nothing about the module
+            raise
+        return None
+    finally:
+        drew = streams.moved(before)
+        streams.restore(before)
+    return None if drew else kept
+
+
+def _trial(module: nn.Module, shape: Sequence[int]) -> Kept | None:
+    generator = torch.Generator().manual_seed(_SEED)
+    twin = _twin(module, generator)
+    leaves = [parameter for parameter in twin.parameters() if parameter.requires_grad]
+    input = _random(shape, generator).requires_grad_()
+    before = _attributes(twin)
+    inside: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        inside[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, _unchanged):
+        whole = twin(input)
+    if type(whole) is not Tensor or whole.shape[:-1] != input.shape[:-1] or input._version:
+        return None
+    if whole.dtype is not torch.float64:
+        return None
+    tiled = torch.cat([twin(tile) for tile in input.split(TILES, -2)], -2)
+    if _attributes(twin) != before or not _equal([whole], [tiled]):
+        return None
+    seed = _random(whole.shape, generator)
+    grads = [
+        torch.autograd.grad(out, [input, *leaves], seed, allow_unused=True)
+        for out in (whole, tiled)
+    ]
+    if not _equal(*grads):
+        return None
+    for tensor in (input, *twin.parameters()):
+        inside.pop(tensor.untyped_storage().data_ptr(), None)
+    positions = math.prod(shape[:-1])
+    return Kept(sum(inside.values()) // positions, whole.nbytes // positions)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _twin(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Return a copy of a module on the host, with random weights in double precision."""
+    copies: dict[int, Any] = {}
+    for parameter in module.parameters():
+        value = _random(parameter.shape, generator)
+        if parameter.ndim > 1:
+            value /= math.sqrt(max(1, parameter.shape[-1]))
+        copies[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(module, copies)
+
+
+def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(tuple(shape), dtype=torch.float64, device="cpu", generator=generator)
+
+
+def _attributes(module: nn.Module) -> list[dict[str, object]]:
+    """Return the attributes of a module and its children, and the lengths of containers."""
+    return [
+        {
+            name: (value if isinstance(value, Number | str) else id(value), _length(value))
+            for name, value in vars(each).items()
+        }
+        for each in module.modules()
+    ]
+
+
+def _length(value: object) -> int | None:
+    return len(value) if isinstance(value, list | dict | set | tuple) else None
+
+
+def _equal(some: Iterable[Tensor | None], others: Iterable[Tensor | None]) -> bool:
+    """Return whether tensors are equal to rounding, and finite."""
+    for one, other in zip(some, others, strict=True):
+        if one is None or other is None:
+            if one is not other:
+                return False
+            continue
+        off = (one - other).abs().max().item()
+        if not off <= TOLERANCE * one.abs().max().item():  # not a number, too
+            return False
+    return True
