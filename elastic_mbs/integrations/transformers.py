@@ -146,13 +146,12 @@ class ElasticTrainerMixin(_Base):
         self._elastic_verify(samples)
         rows.prepare(samples, mbs, model)
         metrics, notes = BatchMetrics(self), list[Note]()
-        own = self._elastic_count(samples).sum()
         try:
             for micro in mbs.micro_batches(samples, name="training_step", own_graph=False):
                 with micro:
                     metrics.restore()
                     with rows.losses_of(micro.data, samples):
-                        self._elastic_piece(model, micro, num_items_in_batch, own)
+                        self._elastic_piece(model, micro, num_items_in_batch, samples)
                     if metrics.kept:
                         note = metrics.note(self._elastic_weights(micro.data))
                         micro.on_commit(functools.partial(notes.append, note))
@@ -175,7 +174,7 @@ class ElasticTrainerMixin(_Base):
         run = rollouts.train if torch.is_grad_enabled() else rollouts.evaluate
         return run(self, self.elastic, rows, functools.partial(plain, model), inputs)
 
-    def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any, own: Tensor) -> None:
+    def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any, samples: Any) -> None:
         """Run the trainer's step on one piece.
 
         In it `accelerator.backward` is the piece's, and the division for accumulation is ours.
@@ -184,7 +183,7 @@ class ElasticTrainerMixin(_Base):
             model: as the trainer has prepared it.
             micro: the piece.
             num_items: in the batches of a step, over all ranks.
-            own: the counts of this rank's batch.
+            samples: the whole batch of this rank.
         """
         total, steps = micro.total, getattr(self, "current_gradient_accumulation_steps", 1)
         inputs = self._elastic_rows.rows(micro.data)
@@ -197,7 +196,7 @@ class ElasticTrainerMixin(_Base):
                     "is one): the engine runs backward"
                 )
             if self._elastic_replicated:
-                share = self._elastic_share(micro.data, items, num_items, own, everywhere)
+                share = self._elastic_share(micro.data, items, num_items, samples, everywhere)
                 # A mean over nothing is NaN, and adds nothing.
                 loss = loss * share if share else torch.zeros_like(loss, requires_grad=True)
             elif steps > 1 and (num_items is None or "count" in self._elastic_options):
@@ -220,14 +219,15 @@ class ElasticTrainerMixin(_Base):
                 del self.accelerator.backward
 
     def _elastic_share(
-        self, piece: Any, items: Any, num_items: Any, own: Tensor, everywhere: bool
+        self, piece: Any, items: Any, num_items: Any, samples: Any, everywhere: bool
     ) -> float:
         """Return the weight of a piece's loss in the step's, as the trainer and DDP weigh it."""
         ranks = self.args.world_size
         if num_items is not None and "count" not in self._elastic_options:
             return share_of_items(items, num_items, ranks, everywhere=everywhere)
         steps = getattr(self, "current_gradient_accumulation_steps", 1)
-        return share_of_counts(self._elastic_count(piece).sum(), own, steps, ranks)
+        count, own = (self._elastic_count(each).sum() for each in (piece, samples))
+        return share_of_counts(count, own, steps, ranks)
 
     def _elastic_count(self, samples: Any) -> Tensor:
         """Return the number of loss terms of each sample."""
