@@ -61,7 +61,7 @@ class CheckpointedBlocks:
         """Return the options of a checkpoint around these modules."""
         return {
             "use_reentrant": False,
-            "context_fn": partial(_contexts, self._streams, list(modules)),
+            "context_fn": partial(contexts, list(modules), self._streams),
         }
 
     def __enter__(self) -> CheckpointedBlocks:
@@ -215,10 +215,15 @@ def blocks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     )
 
 
-def _contexts(
-    streams: RandomStreams, modules: list[nn.Module]
+def contexts(
+    modules: list[nn.Module], streams: RandomStreams | None = None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a block's forward, which begins now, and of its run in backward."""
+    """Return the contexts of a block's forward, which begins now, and of its run in backward.
+
+    Args:
+        modules: the block and everything below it.
+        streams: the random streams that it can draw from; None where it draws nothing.
+    """
     return nullcontext(), _AsInForward(streams, modules)
 
 
@@ -229,11 +234,14 @@ class _AsInForward:
     penalty, inside itself).
     """
 
-    def __init__(self, streams: RandomStreams, modules: list[nn.Module]) -> None:
+    def __init__(self, streams: RandomStreams | None, modules: list[nn.Module]) -> None:
         self._streams = streams
         self._modules = modules
-        self._then = streams.read(hosts=True), list(map(_plain_of, modules))
-        self._outside: list[tuple[StreamState, list[Attributes]]] = []
+        self._then = self._read(), list(map(_plain_of, modules))
+        self._outside: list[tuple[StreamState | None, list[Attributes]]] = []
+
+    def _read(self) -> StreamState | None:
+        return None if self._streams is None else self._streams.read(hosts=True)
 
     def __enter__(self) -> None:
         state, attributes = self._then
@@ -242,7 +250,7 @@ class _AsInForward:
             {name: vars(module).get(name, _ABSENT) for name in (*_plain_of(module), *saved)}
             for module, saved in zip(self._modules, attributes, strict=True)
         ]
-        self._outside.append((self._streams.read(hosts=True), touched))
+        self._outside.append((self._read(), touched))
         self._put_back(state, attributes)
 
     def __exit__(
@@ -253,8 +261,9 @@ class _AsInForward:
     ) -> None:
         self._put_back(*self._outside.pop())
 
-    def _put_back(self, state: StreamState, attributes: list[Attributes]) -> None:
-        self._streams.restore(state)
+    def _put_back(self, state: StreamState | None, attributes: list[Attributes]) -> None:
+        if self._streams is not None and state is not None:
+            self._streams.restore(state)
         for module, saved in zip(self._modules, attributes, strict=True):
             for name in _plain_of(module).keys() - saved.keys():
                 del vars(module)[name]

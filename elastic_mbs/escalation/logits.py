@@ -4,6 +4,7 @@ Inside the context a large linear layer is put off. Where its output reaches
 `torch.nn.functional.cross_entropy`, through nothing but casts, shifts of leading dimensions and
 scalings, both run chunk by chunk, and each chunk runs again in backward. Whatever else reads the
 output computes it first, as if nothing had been put off, and that layer is left alone from then on.
+Inside a checkpoint nothing is put off.
 
     hidden (rows, features) ──► head ──► logits (rows, classes) ──► cross_entropy ──► loss
                                 put off                             in chunks of rows
@@ -259,6 +260,8 @@ class ChunkedLogits(TorchFunctionMode):
     ) -> Any:
         """Put a linear layer off, or run a function of logits that were put off."""
         kwargs = kwargs or {}
+        if _in_checkpoint():
+            return func(*args, **kwargs)
         if func is functional.linear:
             return self._linear(*args, **kwargs)
         if func is functional.cross_entropy:
@@ -317,6 +320,12 @@ class ChunkedLogits(TorchFunctionMode):
             copies = _COPIES + 2 * len(logits.head.steps)
             own = min(own, free // (4 * copies * classes * max(4, logits.dtype.itemsize)))
         return max(1, own, -(-rows // _MOST))
+
+
+def _in_checkpoint() -> bool:
+    """Return whether this runs in a checkpoint: in backward it runs again, without this mode."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return bool(hooks) and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 
 _ARGUMENTS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")

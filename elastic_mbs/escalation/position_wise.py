@@ -164,7 +164,7 @@ def _trial(module: nn.Module, shape: Sequence[int]) -> Kept | None:
     generator = torch.Generator().manual_seed(_SEED)
     twin = _twin(module, generator)
     leaves = [parameter for parameter in twin.parameters() if parameter.requires_grad]
-    input = _random(shape, generator).requires_grad_()
+    input = _positions(shape, generator).requires_grad_()
     before = _attributes(twin)
     inside: dict[int, int] = {}
 
@@ -207,6 +207,17 @@ def _twin(module: nn.Module, generator: torch.Generator) -> nn.Module:
             value /= math.sqrt(max(1, parameter.shape[-1]))
         copies[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     return copy.deepcopy(module, copies)
+
+
+def _positions(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return a trial's input: every second position is like the others, the rest are all apart.
+
+    Attention of a position to those like it is next to nothing where all are far apart.
+    """
+    apart = _random(shape, generator)
+    alike = apart / math.sqrt(max(1, shape[-1])) + _random((*shape[:-2], 1, shape[-1]), generator)
+    every_second = torch.arange(shape[-2])[:, None] % 2 == 0
+    return torch.where(every_second, alike, apart)
 
 
 def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic_mbs.escalation.checkpoint import is_compiled, modules_of
+from elastic_mbs.escalation.checkpoint import contexts, is_compiled, modules_of
 from elastic_mbs.escalation.position_wise import PositionWise, may_be_position_wise
 from elastic_mbs.rollback.random_streams import RandomStreams
 
@@ -95,7 +95,9 @@ class TiledModules:
                 self._inside -= 1
 
         size = -(-input.shape[-2] // tiles)
-        parts = [checkpoint(run_tile, tile, use_reentrant=False) for tile in input.split(size, -2)]
+        # a module that is used several times can be set up by its caller for each use
+        how: Any = {"use_reentrant": False, "context_fn": partial(contexts, list(module.modules()))}
+        parts = [checkpoint(run_tile, tile, **how) for tile in input.split(size, -2)]
         return torch.cat(parts, -2)
 
     def _can_tile(self, input: Tensor) -> bool:

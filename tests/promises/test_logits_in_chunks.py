@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import Escalated, Event, MemoryBudget, MicroBatchFloorError, ReplayUnsafeError
-from elastic_mbs.escalation import logits
+from elastic_mbs.escalation import logits, tile
 from elastic_mbs.escalation.logits import ChunkedLogits, LazyLogits, OtherLayers
 from stress.reference.state import error_of
 from tests.helpers.steps import elastic, grads, through
@@ -287,3 +288,45 @@ def test_oom_at_any_operation_while_in_chunks_changes_nothing(
             through(door, mbs, loss_fn, ids)
         assert error_of(grads(words), wanted) <= 1e-12, strike.hits
         words.zero_grad()
+
+
+class Wide(nn.Module):
+    """Two blocks with a wide layer inside; the user can have checkpointed them."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(2)]
+        )
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + x.mean(-2, keepdim=True)
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.own else block(x))
+        return x
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("rungs", [("logits",), ("logits", "checkpoint"), ("logits", "tile")])
+def test_wide_layers_in_checkpoints_compute_the_same_in_backward(
+    small: None, monkeypatch: pytest.MonkeyPatch, rungs: tuple[str, ...], own: bool
+) -> None:
+    for name, value in {"SMALL": 0, "WORTH": 0, "FEWEST": 2}.items():
+        monkeypatch.setattr(tile, name, value)
+    model = Wide(own=own).double()
+    x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+    wanted = grads(model)
+    model.zero_grad()
+    events: list[Event] = []
+
+    def loss_fn(piece: Tensor) -> Tensor:
+        if sum(isinstance(event, Escalated) for event in events) < len(rungs):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        found: Tensor = model(piece).square().mean()
+        return found
+
+    elastic(model, escalate=rungs, on_event=events.append).backward(loss_fn, x)
+    assert error_of(grads(model), wanted) <= 1e-12

@@ -417,3 +417,53 @@ def test_no_module_is_touched_before_the_floor(monkeypatch: pytest.MonkeyPatch) 
     mbs.backward(loss_of(model), batch)
     loss_of(twin)(batch).backward()
     assert all(map(torch.equal, grads(model), grads(twin)))  # type: ignore[arg-type]
+
+
+class Shared(nn.Module):
+    """A position-wise module that its caller sets up anew for each use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Made(lambda m, x: m.two((m.scale * m.one(x)).sin()), scale=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + x.mean(-2, keepdim=True)
+        part: Any = self.part
+        for scale in (1.0, 2.0, 3.0):
+            part.scale = scale
+            x = x + part(x)
+        return x
+
+
+@pytest.mark.usefixtures("small")
+def test_a_module_that_is_set_up_for_each_use_is_the_same_in_backward() -> None:
+    torch.manual_seed(0)
+    model, batch = Shared().double(), samples()
+    wanted = whole_gradient(model, lambda twin: loss_of(twin)(batch))
+    mbs, loss_fn = tiled(model, batch)
+    mbs.backward(loss_fn, batch)
+    assert error_of(grads(model), wanted) <= 1e-12
+
+
+MIXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x),
+    "attention after a norm": lambda x: functional.scaled_dot_product_attention(
+        *(functional.layer_norm(x, x.shape[-1:]),) * 3
+    ),
+    "distances": lambda x: (-torch.cdist(x, x).square()).exp() @ x,
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_module_that_mixes_positions_which_are_alike_is_refused(name: str) -> None:
+    width = 1024  # random positions are far apart: their attention to each other is below 1e-12
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return MIXES[name](x) * self.scale
+
+    assert kept(Mixing(), (2, LENGTH, width)) is None
