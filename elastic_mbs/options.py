@@ -121,7 +121,7 @@ class RecoveryOptions(_Group):
             `nn.Sequential`. "tile" runs modules whose positions do not depend on each other, as the
             MLPs of a transformer, on a few positions at a time, each tile again in backward: for
             long samples. "offload" keeps the tensors that forward saves for backward on the host
-            ("auto" leaves it out on a CPU, which gains nothing).
+            ("auto" leaves it out on a CPU without a `MemoryBudget`, where it gains nothing).
         on_fatal: called with the error, state already restored, before a call ends by a
             `RecoveryError`: the chance to save.
     """

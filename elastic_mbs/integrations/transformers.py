@@ -73,7 +73,7 @@ class ElasticTrainerMixin(_Base):
     Raises:
         UsageError: an option makes no sense, or the loss of a batch is not made up of its pieces'.
         UnsupportedError: its batches cannot be cut and replayed: FSDP, DeepSpeed, DataParallel,
-            padding-free batches, and the like.
+            trl's trainers on several ranks, padding-free batches, and the like.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
