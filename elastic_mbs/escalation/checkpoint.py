@@ -18,10 +18,11 @@ from numbers import Number
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.errors import ReplayUnsafeError
+from elastic_mbs.rollback.places import Contents, containers_of
 from elastic_mbs.rollback.random_streams import RandomStreams, StreamState
 
 Attributes = dict[str, Any]  # of one module, by name
@@ -33,7 +34,8 @@ class CheckpointedBlocks:
     """A context manager: inside it the blocks of these models are checkpointed.
 
     A block draws the same random numbers in backward as in forward, and neither its streams nor its
-    numbers, flags and strings move by the second run. A block that changes its buffers is refused.
+    attributes (numbers, flags, strings, tensors, containers) move by the second run. A block that
+    changes its buffers is refused.
 
     Args:
         roots: the models.
@@ -237,21 +239,21 @@ class _AsInForward:
     def __init__(self, streams: RandomStreams | None, modules: list[nn.Module]) -> None:
         self._streams = streams
         self._modules = modules
-        self._then = self._read(), list(map(_plain_of, modules))
-        self._outside: list[tuple[StreamState | None, list[Attributes]]] = []
+        self._then = self._read(), list(map(_plain_of, modules)), self._contents()
+        self._outside: list[tuple[StreamState | None, list[Attributes], list[Contents]]] = []
 
     def _read(self) -> StreamState | None:
         return None if self._streams is None else self._streams.read(hosts=True)
 
     def __enter__(self) -> None:
-        state, attributes = self._then
+        state, attributes, contents = self._then
         # what is a number then can be something else now: all that is touched is kept
         touched = [
             {name: vars(module).get(name, _ABSENT) for name in (*_plain_of(module), *saved)}
             for module, saved in zip(self._modules, attributes, strict=True)
         ]
-        self._outside.append((self._read(), touched))
-        self._put_back(state, attributes)
+        self._outside.append((self._read(), touched, self._contents()))
+        self._put_back(state, attributes, contents)
 
     def __exit__(
         self,
@@ -261,21 +263,30 @@ class _AsInForward:
     ) -> None:
         self._put_back(*self._outside.pop())
 
-    def _put_back(self, state: StreamState | None, attributes: list[Attributes]) -> None:
+    def _contents(self) -> list[Contents]:
+        return [
+            Contents.of(module, name) for module in self._modules for name in containers_of(module)
+        ]
+
+    def _put_back(
+        self, state: StreamState | None, attributes: list[Attributes], contents: list[Contents]
+    ) -> None:
         if self._streams is not None and state is not None:
             self._streams.restore(state)
         for module, saved in zip(self._modules, attributes, strict=True):
             for name in _plain_of(module).keys() - saved.keys():
                 del vars(module)[name]
             _update(module, saved)
+        for each in contents:
+            each.put_back()
 
 
 def _plain_of(module: nn.Module) -> Attributes:
-    """Return the numbers, flags and strings of a module."""
+    """Return the numbers, flags and strings of a module, and its tensors, each as it is."""
     return {
         name: value
         for name, value in vars(module).items()
-        if value is None or isinstance(value, Number | str)
+        if value is None or isinstance(value, Number | str | Tensor)
     }
 
 

@@ -34,13 +34,24 @@ _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class _Same:
-    """An object that equals itself only, and stays alive."""
+    """An object that equals itself only, with the same plain attributes, and stays alive.
+
+    A module can read a switch in a configuration that it shares with others.
+    """
 
     def __init__(self, value: object) -> None:
         self.value = value
+        plain = (Number, str, type(None), tuple)
+        self._attributes = {
+            name: each for name, each in _attributes_of(value).items() if isinstance(each, plain)
+        }
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return (
+            isinstance(other, _Same)
+            and other.value is self.value
+            and other._attributes == self._attributes
+        )
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -120,13 +131,27 @@ def _structure(module: nn.Module) -> Hashable:
                 for key, value in each._parameters.items()
             ),
             tuple(
-                (key, value if isinstance(value, Number | str) else _Same(value))
-                for key, value in vars(each).items()
-                if key not in _TORCHS_OWN
+                (key, _key_of(value)) for key, value in vars(each).items() if key not in _TORCHS_OWN
             ),
         )
         for name, each in module.named_modules()
     )
+
+
+def _key_of(value: object) -> Hashable:
+    """Return a key of an attribute: a number or a string by value, a container by its items."""
+    if isinstance(value, Number | str):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_key_of, value))
+    if isinstance(value, dict):
+        return dict, tuple((_key_of(key), _key_of(each)) for key, each in value.items())
+    return _Same(value)
+
+
+def _attributes_of(value: object) -> Mapping[str, object]:
+    found = getattr(value, "__dict__", {})
+    return found if isinstance(found, dict) else {}  # a class has no dict of its own
 
 
 def _shape(input: Tensor) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ class TiledModules:
         self._streams = streams
         self._verdicts = verdicts
         self._free = free
-        self._inside = 0  # modules that run in tiles, around what runs now
+        self._within: set[nn.Module] = set()  # modules below those that have run in tiles
         self._patched: list[tuple[nn.Module, Any]] = []  # with the forward that it had of its own
 
     def __enter__(self) -> Self:
@@ -70,7 +70,7 @@ class TiledModules:
         trace: TracebackType | None,
     ) -> None:
         """Put the modules' own forwards back. May be repeated."""
-        self._inside = 0
+        self._within.clear()
         while self._patched:
             module, own = self._patched[-1]
             _set_forward(module, own)
@@ -81,34 +81,20 @@ class TiledModules:
     ) -> Any:
         """Run a module, in tiles where it is position-wise and that is worth it."""
         input = args[0] if len(args) == 1 and not kwargs else None
-        if not (isinstance(input, Tensor) and self._can_tile(input)):
+        # Layers of a module in tiles run as they are, and so they do where a checkpoint of the
+        # user's runs them again by itself.
+        if module in self._within or not (isinstance(input, Tensor) and _can_tile(input)):
             return run(*args, **kwargs)
         tiles = self._tiles(module, input)
         if tiles == 1:
             return run(input)
-
-        def run_tile(tile: Tensor) -> Any:
-            self._inside += 1
-            try:
-                return run(tile)
-            finally:
-                self._inside -= 1
-
+        layers = list(module.modules())
+        self._within.update(layers[1:])
         size = -(-input.shape[-2] // tiles)
         # a module that is used several times can be set up by its caller for each use
-        how: Any = {"use_reentrant": False, "context_fn": partial(contexts, list(module.modules()))}
-        parts = [checkpoint(run_tile, tile, **how) for tile in input.split(size, -2)]
+        how: Any = {"use_reentrant": False, "context_fn": partial(contexts, layers)}
+        parts = [checkpoint(run, tile, **how) for tile in input.split(size, -2)]
         return torch.cat(parts, -2)
-
-    def _can_tile(self, input: Tensor) -> bool:
-        return (
-            not self._inside
-            and torch.is_grad_enabled()
-            and type(input) is Tensor
-            and input.ndim > 1
-            and input.shape[-2] > 1
-            and input.is_floating_point()
-        )
 
     def _tiles(self, module: nn.Module, input: Tensor) -> int:
         """Return how many tiles a module runs in.
@@ -126,6 +112,16 @@ class TiledModules:
         free = self._free()
         wanted = 0 if free is None else 8 * inside // max(1, free)
         return min(max(FEWEST, wanted), MOST, input.shape[-2])
+
+
+def _can_tile(input: Tensor) -> bool:
+    return (
+        torch.is_grad_enabled()
+        and type(input) is Tensor
+        and input.ndim > 1
+        and input.shape[-2] > 1
+        and input.is_floating_point()
+    )
 
 
 @contextmanager

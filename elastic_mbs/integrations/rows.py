@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from transformers.trainer_pt_utils import find_batch_size
 
 from elastic_mbs.runtime import ElasticMBS
 
@@ -16,9 +17,14 @@ class Rows:
 
     Attributes:
         generated: the trainer makes the rows itself, inside its step.
+        mismatch: what to do where the losses of pieces do not add up to that of the batch.
     """
 
     generated = False
+    mismatch = (
+        "Where the loss is no mean over the labels that are not -100, say what it is a mean over: "
+        'elastic={"count": batch → one count per sample}, None for samples'
+    )
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -35,6 +41,10 @@ class Rows:
     def rows(self, piece: Any) -> Any:
         """Return samples as the trainer's batch."""
         return piece
+
+    def number(self, samples: Any) -> int:
+        """Return the number of samples."""
+        return find_batch_size(samples) or 1
 
     def count(self, samples: Any) -> Tensor | None:
         """Return the loss terms of each sample; None where its labels tell."""
@@ -54,6 +64,10 @@ class Rows:
     def comparable(self) -> AbstractContextManager[None]:
         """Return a context in which losses of a few samples can be compared with each other."""
         return nullcontext()
+
+    def checked(self, loss: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """Return a loss that is compared with those of pieces, and may refuse the batch itself."""
+        return loss
 
     def stored(self, outputs: Any) -> Any:
         """Return outputs of a piece with one row per sample, to be joined."""

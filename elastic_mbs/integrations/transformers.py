@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import Trainer
-from transformers.trainer_pt_utils import find_batch_size
 
 from elastic_mbs.distributed.wrappers import wrappers_in
 from elastic_mbs.engine.micro_batch import MicroBatch
@@ -29,6 +28,7 @@ from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trainer.checks import check_class, check_trainer
 from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
+from elastic_mbs.integrations.trainer.packed import Packed, makes_one_row
 from elastic_mbs.integrations.trainer.predictions import joined, mean_loss
 from elastic_mbs.integrations.trainer.ranks import (
     counting_alone,
@@ -73,7 +73,7 @@ class ElasticTrainerMixin(_Base):
     Raises:
         UsageError: an option makes no sense, or the loss of a batch is not made up of its pieces'.
         UnsupportedError: its batches cannot be cut and replayed: FSDP, DeepSpeed, DataParallel,
-            trl's trainers on several ranks, padding-free batches, and the like.
+            trl's trainers on several ranks, and the like.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -126,6 +126,8 @@ class ElasticTrainerMixin(_Base):
     @property
     def _elastic_rows(self) -> Rows:
         """The samples that the rows of a batch are."""
+        if makes_one_row(self.data_collator):
+            return Packed(self, shifts=self._loss_shifts_labels)
         return rows_of(self)
 
     # ------------------------------------------------------------------ training
@@ -236,7 +238,7 @@ class ElasticTrainerMixin(_Base):
             count = self._elastic_options.get("count", self._elastic_labels)
             found = None if count is None else count(samples)
         if found is None:
-            return torch.ones(find_batch_size(samples), dtype=torch.long)
+            return torch.ones(self._elastic_rows.number(samples), dtype=torch.long)
         return torch.as_tensor(found)
 
     def _elastic_weights(self, piece: Any) -> Mapping[str, float]:
@@ -270,13 +272,15 @@ class ElasticTrainerMixin(_Base):
         if (
             not self._elastic_options["verify"]
             or split in self._elastic_verified
-            or (find_batch_size(samples) or 1) < 2
+            or self._elastic_rows.number(samples) < 2
         ):
             return
         metrics = BatchMetrics(self)
         try:
             with self._elastic_rows.comparable():
-                report = self.elastic.verify(self._elastic_loss, samples)
+                report = self.elastic.verify(
+                    self._elastic_rows.checked(self._elastic_loss), samples
+                )
         except CountError:  # there are no labels in these samples: the next batch will have some
             return
         except RecoveryError as error:
@@ -286,10 +290,8 @@ class ElasticTrainerMixin(_Base):
         else:
             if not self._elastic_same(report):
                 raise UsageError(
-                    f"{report}\n  Where the loss is no mean over the labels that are not -100, "
-                    "say what it is a mean over: "
-                    'elastic={"count": batch → one count per sample}, None for samples. Where the '
-                    'difference is meant: elastic={"verify": False}'
+                    f"{report}\n  {self._elastic_rows.mismatch}. Where the difference is meant: "
+                    'elastic={"verify": False}'
                 )
         finally:
             metrics.restore()

@@ -33,6 +33,8 @@ from elastic_mbs.rollback.places import (
     containers_of,
     copyable,
     is_state,
+    keeps_statistics,
+    numbers_of,
     plain_of,
     same_bits,
     switched,
@@ -41,6 +43,7 @@ from elastic_mbs.rollback.places import (
 )
 
 _BUFFERS, _TRAINING = attrgetter("_buffers"), attrgetter("training")
+_LONG = 100  # items of a container that takes time to copy
 _SMALL = 4096  # bytes of a tensor whose copy costs next to nothing
 
 
@@ -233,17 +236,27 @@ class BufferCopies:
                 for module in layout.modules
                 if not known
                 or id(module) in layout.beside
-                or _numbers(module) in learned
-                or (module._buffers and not _keeps_statistics(module))
+                or numbers_of(module) in learned
+                or (module._buffers and not keeps_statistics(module))
             ],
             containers=[
                 (module, name)
                 for module in layout.modules
                 for name in containers_of(module)
-                if not known or id(module) in layout.beside or (id(vars(module)), name) in learned
+                if not known or self._follows(layout, module, name)
             ],
             open=() if known else layout.modules,
         )
+
+    def _follows(self, layout: _Layout, module: nn.Module, name: str) -> bool:
+        """Return whether a container goes back after a failure, of a loss function that is known.
+
+        A piece can fill one and empty it again, so short ones do whether they were seen to change
+        or not.
+        """
+        if len(vars(module).get(name, ())) <= _LONG:
+            return True
+        return id(module) in layout.beside or (id(vars(module)), name) in self._changing
 
     def changes(self, module: nn.Module) -> bool:
         """Return whether state of this module is known to change."""
@@ -331,11 +344,7 @@ class BufferCopies:
             known=True,
             changing=Places.of([*layout.changing.all, *new.all]),
             still=self._still.places,
-            containers=[
-                (module, name)
-                for module, name in containers
-                if id(module) in layout.beside or (id(vars(module)), name) in self._changing
-            ],
+            containers=[each for each in containers if self._follows(layout, *each)],
         )
         self._moved = self._moved | moved
         return self._layout.split_shows
@@ -344,7 +353,7 @@ class BufferCopies:
         """Learn which numbers and containers the first clean piece has changed."""
         start = self._piece or NOTHING
         self._changing.update(
-            _numbers(module) for module, saved in start.attributes if plain_of(module) != saved
+            numbers_of(module) for module, saved in start.attributes if plain_of(module) != saved
         )
         self._changing.update(each.key for each in start.containers if each.changed())
 
@@ -479,20 +488,5 @@ def _always_changes(place: Place) -> bool:
     module = place.module
     if place.kind != "buffer" or "running_mean" not in module._buffers:
         return False
-    updated = module.training or not _keeps_statistics(module)
+    updated = module.training or not keeps_statistics(module)
     return updated and copyable(module._buffers[place.name])
-
-
-def _numbers(module: nn.Module) -> Key:
-    """Return the key of a module's numbers, flags and strings, which go back together."""
-    return id(vars(module)), ""
-
-
-def _keeps_statistics(module: nn.Module) -> bool:
-    """Return whether a module is one of torch's own with running statistics.
-
-    A module of the user's can put new tensors in their place, or count in an attribute.
-    """
-    return "running_mean" in module._buffers and type(module).__module__.startswith(
-        "torch.nn.modules."
-    )

@@ -248,6 +248,21 @@ def plain_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def numbers_of(module: nn.Module) -> Key:
+    """Return the key of a module's numbers, flags and strings, which go back together."""
+    return id(vars(module)), ""
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Return whether a module is one of torch's own with running statistics.
+
+    A module of the user's can put new tensors in their place, or count in an attribute.
+    """
+    return "running_mean" in module._buffers and type(module).__module__.startswith(
+        "torch.nn.modules."
+    )
+
+
 def tensors_of(module: nn.Module) -> list[str]:
     """Return the names of attributes that are tensors without a graph."""
     return [

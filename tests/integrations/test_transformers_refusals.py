@@ -14,7 +14,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.nn import functional
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
 from elastic_mbs import UnsupportedError, UsageError
@@ -165,11 +165,6 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         lambda made: setattr(made.args, "activation_offloading", True),
         UnsupportedError,
         "escalate=",
-    ),
-    "flattening": (
-        lambda made: setattr(made, "data_collator", DataCollatorWithFlattening()),
-        UnsupportedError,
-        "one row of a batch",
     ),
     "router": (
         lambda made: setattr(made.model.config, "output_router_logits", True),

@@ -213,3 +213,45 @@ def test_a_generator_that_is_new_in_a_later_call_is_put_back() -> None:
         by_hand(Step(twin, draws(twin, 1)), result.partition, batch)
         for ours, wanted in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.allclose(there(ours.grad), there(wanted.grad), rtol=1e-12, atol=1e-14)
+
+
+class Noting(nn.Module):
+    """A layer that notes a loss, as layers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.losses = nn.Linear(6, 6).double(), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.losses.append(out.square().mean())
+        return out
+
+
+def noting() -> tuple[nn.Module, Callable[[Any], Tensor]]:
+    torch.manual_seed(0)
+    first, second = Noting(), Noting()
+    model = nn.Sequential(first, nn.Tanh(), second)
+
+    def loss_fn(b: Any) -> Tensor:
+        loss = functional.cross_entropy(model(b[0]), b[1])
+        for layer in (first, second):
+            loss = loss + sum(layer.losses)
+            layer.losses.clear()
+        return loss
+
+    return model, loss_fn
+
+
+def test_a_list_that_each_piece_fills_and_empties_is_empty_after_a_failure() -> None:
+    batch = pairs(8)
+    for inject in every_operation(least=20):
+        (model, loss_fn), (twin, its) = noting(), noting()
+        mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
+        mbs.backward(loss_fn, batch)
+        model.zero_grad()
+        with inject:
+            mbs.backward(loss_fn, batch)
+        its(batch).backward()
+        for ours, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(there(ours.grad), there(wanted.grad), rtol=1e-12, atol=1e-14)

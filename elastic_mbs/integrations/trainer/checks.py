@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.utils import DistributedType
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import Trainer
 from transformers.training_args import ParallelMode
 
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.frameworks import TRL
+from elastic_mbs.integrations.trainer.packed import makes_one_row
 from elastic_mbs.integrations.trl.kinds import check_kind
-from elastic_mbs.integrations.trl.private import SUPPORTED, has_router_loss
+from elastic_mbs.integrations.trl.private import SUPPORTED, has_router_loss, kind_of
 
 _SERVED = (
     DistributedType.NO,
@@ -63,7 +64,7 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
     _check_processes(trainer)
     optimizer_step = options["optimizer_step"]
     _check_arguments(trainer.args, trainer.accelerator, optimizer_step=optimizer_step)
-    _check_batches(trainer, exact=options["verify"])
+    _check_batches(trainer, options)
     check_kind(trainer, options)
 
 
@@ -120,18 +121,29 @@ def _check_several(trainer: Any) -> None:
             )
 
 
-def _check_batches(trainer: Any, *, exact: bool) -> None:
-    collator = trainer.data_collator
-    if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
-        raise UnsupportedError(
-            f"{type(collator).__name__} makes one row of a batch (padding-free), which cannot be "
-            'cut into samples: say padding_free=False, or packing_strategy="wrapped" where '
-            "packing=True"
-        )
+def _check_batches(trainer: Any, options: Mapping[str, Any]) -> None:
+    if makes_one_row(trainer.data_collator):
+        _check_packed(trainer, options)
     config = getattr(trainer.model, "config", None)
-    if exact and (getattr(config, "output_router_logits", False) or has_router_loss(trainer)):
+    routed = getattr(config, "output_router_logits", False) or has_router_loss(trainer)
+    if options["verify"] and routed:
         raise UnsupportedError(
             "output_router_logits=True (in trl: router_aux_loss_coef) adds the router's loss, "
             "which is no sum over samples: leave it out, or take it piece by piece, as gradient "
             'accumulation does, by elastic={"verify": False}'
+        )
+
+
+def _check_packed(trainer: Any, options: Mapping[str, Any]) -> None:
+    kind = kind_of(type(trainer))
+    if kind not in (None, "SFTTrainer"):
+        raise UnsupportedError(
+            f"a {kind} on batches without padding is not supported: say padding_free=False"
+        )
+    policy = options.get("policy")
+    if "count" in options or "pieces" in options or getattr(policy, "max_tokens", None) is not None:
+        raise UsageError(
+            "count=, pieces= and max_tokens= do not go with batches without padding, whose labels "
+            "are counted and whose samples stay in their order: leave them out, and say "
+            "max_micro_batch_size= where a piece must not be larger"
         )

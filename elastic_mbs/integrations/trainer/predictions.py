@@ -11,6 +11,17 @@ from torch import Tensor
 from transformers.trainer_pt_utils import nested_concat
 
 from elastic_mbs.batch.join import PerPiece
+from elastic_mbs.errors import UnsupportedError
+
+
+class OneRow:
+    """Outputs of a piece, each one row (1, T, …) of all its samples.
+
+    No dataclass: the engine would join its fields.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
 
 
 def mean_loss(losses: list[Tensor] | None, counts: list[Tensor]) -> Tensor | None:
@@ -24,6 +35,9 @@ def mean_loss(losses: list[Tensor] | None, counts: list[Tensor]) -> Tensor | Non
 
 def joined(outputs: Any) -> Any:
     """Join outputs that pieces have padded, or that are no rows, as the trainer joins batches."""
+    pieces = outputs if isinstance(outputs, PerPiece) else [outputs]
+    if isinstance(pieces[0], OneRow):
+        return _one_row([each.values for each in pieces])
     if isinstance(outputs, PerPiece):
         return functools.reduce(functools.partial(nested_concat, padding_index=-100), outputs)
     if isinstance(outputs, tuple | list):
@@ -33,4 +47,16 @@ def joined(outputs: Any) -> Any:
         kind(**{name: joined(value) for name, value in outputs.items()})
         if isinstance(outputs, Mapping)
         else outputs
+    )
+
+
+def _one_row(outputs: list[Any]) -> Any:
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return first if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    if isinstance(first, tuple | list):
+        return type(first)(_one_row(list(each)) for each in zip(*outputs, strict=True))
+    raise UnsupportedError(
+        "predictions on batches without padding are joined where they are tensors of tokens, and "
+        f"one is a {type(first).__name__}: name it in ignore_keys"
     )
