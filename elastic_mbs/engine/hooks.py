@@ -199,9 +199,10 @@ class AttemptHooks:
     def look(self) -> None:
         """Look at the largest tensors in the attempts from here on.
 
-        torch.compile would run them without compiling, so a compiled model is left alone.
+        torch.compile would run without compiling, so nothing is looked at where a step has met a
+        compiled module, given or not.
         """
-        if self._largest is None and not any(map(is_compiled, self._resources.model.modules)):
+        if self._largest is None and not any(map(is_compiled, self._resources.model.met)):
             self._largest = LargestTensors(self._module_names)
             self._hooks = (*self._hooks[:-1], self._largest, self._hooks[-1])
 
