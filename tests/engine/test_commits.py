@@ -88,7 +88,7 @@ def test_gradients_are_exact_wherever_memory_runs_out(
     make: Callable[..., Step], calls: int, modes: set[str], door: int
 ) -> None:
     events: list[Event] = []
-    for inject in every_operation(first=1 if door == 1 else 2, stride=2):
+    for inject in every_operation(first=1 if door == 1 else 3, stride=4, least=8):
         step = make()
         mbs = elastic(step.model, micro_batch_size=3, on_event=events.append, **step.options)
         for _ in range(calls):

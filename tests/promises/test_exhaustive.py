@@ -27,7 +27,7 @@ from stress.exhaustive.strike import EXCEPTIONS
 from stress.models.steps import STEPS
 
 GUARDED = ["--dimension", "operations", "--call", "backward"]
-POINTS = 30
+POINTS = 20
 """Operations to strike in each case, roughly; lines are half as many."""
 FEWER = {"tiled": 12, "every_rung": 10}  # of cases whose calls take long
 
