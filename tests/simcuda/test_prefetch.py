@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_mbs import Event, OutOfMemory, cut, register_splitter
 from elastic_mbs.batch.containers import splitters
+from elastic_mbs.dispatch import VersionedMode, run
+from elastic_mbs.engine import edits
 from elastic_mbs.testing import InjectOOM
 from stress.limits.simcuda import Simulation, control
 from tests.helpers.room import MEBI, Room
@@ -33,6 +34,12 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take batches for large ones: of a small one the first call makes copies, not ahead."""
+    monkeypatch.setattr(edits, "SMALL", 0)
+
+
 def pinned(n: int = 8) -> Pair:
     x, y = pairs(n)
     return x.pin_memory(), y.pin_memory()
@@ -47,7 +54,7 @@ def on_device() -> tuple[nn.Module, list[Tensor | None]]:
     ]
 
 
-class Queued(TorchDispatchMode):
+class Queued(VersionedMode):
     """A log of the work put into each stream, in order.
 
     An entry is "copy" or "product", the stream, and the number of waits of one stream for another
@@ -55,7 +62,7 @@ class Queued(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.main = torch.cuda.current_stream()
         self.seen: list[tuple[str, str, int]] = []
 
@@ -75,7 +82,7 @@ class Queued(TorchDispatchMode):
         if kind:
             stream = "main" if torch.cuda.current_stream() == self.main else "side"
             self.seen.append((kind, stream, Simulation().calls("cudaStreamWaitEvent")))
-        return func(*args, **(kwargs or {}))
+        return run(func, args, kwargs)
 
 
 def see_the_order(line: Callable[[object], None]) -> None:
