@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,7 @@ class Buckets:
             for bucket in self.all:
                 if len(under_way) == UNDER_WAY:
                     end()
-                retry("sum the gradients over the ranks", lambda bucket=bucket: start(bucket))  # type: ignore[misc]
+                retry("sum the gradients over the ranks", partial(start, bucket))
             while under_way:
                 end()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -82,5 +83,5 @@ class Buffers:
             if rank != 0:
                 retry(
                     "take the buffers of rank 0",
-                    lambda each=each: torch._foreach_copy_(each.buffers, each.views),  # type: ignore[misc]
+                    partial(torch._foreach_copy_, each.buffers, each.views),
                 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 from typing import Any
 from weakref import ref
@@ -99,7 +100,7 @@ class Overlap:
         self.disarm()
         with torch.no_grad(), torch_private.unseen():
             for bucket in self._buckets[self.sent :]:
-                retry("sum the gradients over the ranks", lambda b=bucket: b.fill(factor))  # type: ignore[misc]
+                retry("sum the gradients over the ranks", partial(bucket.fill, factor))
                 self._send()
             self._send()
 
@@ -120,7 +121,7 @@ class Overlap:
         """Put the sums, times `factor`, in the gradients that are there, and wait for the rest."""
         for bucket in self._buckets:
             wait(self._works.popleft())
-            retry("take the sums of gradients", lambda b=bucket: b.take(factor))  # type: ignore[misc]
+            retry("take the sums of gradients", partial(bucket.take, factor))
         wait(self._works.popleft())
 
     def __del__(self) -> None:

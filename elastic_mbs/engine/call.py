@@ -254,7 +254,7 @@ class Call:
             Whether the error is swallowed.
         """
         try:
-            self.parts.hooks.end(clean=error is None)  # first: the rest needs memory itself
+            self.parts.hooks.end()  # first of all: the rest needs memory itself
             if error is None:
                 if self.phase is Phase.DONE:
                     raise IncompleteBatchError(

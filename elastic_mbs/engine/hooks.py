@@ -44,7 +44,7 @@ from elastic_mbs.escalation.logits import ChunkedLogits, OtherLayers
 from elastic_mbs.escalation.offload import OffloadedTensors
 from elastic_mbs.escalation.position_wise import PositionWise
 from elastic_mbs.escalation.tile import TiledModules
-from elastic_mbs.memory import Headroom, HostGuard, oom
+from elastic_mbs.memory import Headroom, HostGuard
 from elastic_mbs.rollback.random_streams import StreamState
 from elastic_mbs.rollback.sample_draws import SampleDraws
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable
@@ -242,26 +242,12 @@ class AttemptHooks:
             self._first_node = torch._C._autograd._get_sequence_nr()
         for hook in self._hooks:
             hook.__enter__()
-        self._witness = oom.Witness()
 
-    def end(self, *, clean: bool = False) -> None:
-        """Take the hooks away. Can be repeated.
-
-        Args:
-            clean: the attempt has ended without an error.
-        """
-        caught = clean and self._witness.saw_one_caught()
-        ended = [attempt.piece for attempt in self._running]
+    def end(self) -> None:
+        """Take the hooks away. Can be repeated."""
         self._running.clear()
         for hook in reversed(self._hooks):
             hook.__exit__(None, None, None)
-        for piece in ended if caught else ():
-            self._resources.warn(
-                "caught",
-                "the step caught an out-of-memory error itself and went on with samples "
-                f"{piece.start}:{piece.stop}: where it has left samples out, they are missing in "
-                "the gradient. Let the error through, and they run again in smaller pieces",
-            )
 
     def drop_graph(self, terms: tuple[torch.Tensor, ...]) -> None:
         """Release the saved tensors of a failed attempt that the user's frame still holds.

@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from elastic_mbs.dispatch import VersionedMode, run
 from elastic_mbs.errors import MisuseError, UsageError
 from elastic_mbs.events import format_bytes
-from elastic_mbs.memory import oom
 from elastic_mbs.memory.live_storages import LiveStorages
 from elastic_mbs.memory.sensor import Headroom, Reading, Usage, parse_bytes
 
@@ -352,7 +351,7 @@ class _CountingMode(VersionedMode):
             if refusal is not None:
                 # the error's traceback keeps this frame, which must keep none of the tensors
                 args = kwargs = out = None
-                raise oom.make(refusal)
+                raise torch.OutOfMemoryError(refusal)
         return out
 
 

@@ -1,4 +1,4 @@
-"""Out-of-memory errors: recognising and making them, and releasing a failed attempt's memory.
+"""Out-of-memory errors: recognising them, and releasing the memory of a failed attempt.
 
 A verdict holds strings and numbers only: an exception that is kept keeps its frames, and those
 every tensor of the failed attempt.
@@ -10,7 +10,6 @@ import enum
 import errno
 import gc
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -64,16 +63,6 @@ _MISTAKES += (
     TypeError,
 )
 _MISTAKES += (ValueError, Warning)
-
-
-class _OfThread(threading.local):
-    """Out-of-memory errors of one thread."""
-
-    made = 0  # by this package itself: by a `MemoryBudget`, or an injector of tests
-    judged = 0  # that have reached it
-
-
-_of_thread = _OfThread()
 
 
 class Kind(enum.Enum):
@@ -142,9 +131,7 @@ def classify(
         return None
     verdict = _classify(exc, set())
     if is_oom is not None and (verdict is None or verdict.kind is Kind.MASKED) and is_oom(exc):
-        verdict = _verdict(Kind.USER, exc)
-    if verdict is not None:
-        _of_thread.judged += 1
+        return _verdict(Kind.USER, exc)
     return verdict
 
 
@@ -207,28 +194,6 @@ def retry(
             break
         release(devices=devices, thorough=attempt > 0)
     raise error(f"there is no room to {what}: {message}")
-
-
-def make(text: str) -> torch.OutOfMemoryError:
-    """Return an error to raise as a device's allocator would."""
-    _of_thread.made += 1
-    return torch.OutOfMemoryError(text)
-
-
-class Witness:
-    """The errors of this thread at one moment, to tell which of them a step has caught.
-
-    An error of our own reaches this package, unless the code that it was raised in has caught it. A
-    device's allocator counts its errors, too, but libraries catch some of them for good reason
-    (cuDNN, in its search for a kernel).
-    """
-
-    def __init__(self) -> None:
-        self._made, self._judged = _of_thread.made, _of_thread.judged
-
-    def saw_one_caught(self) -> bool:
-        """Return whether errors of our own were made since, and none has reached this package."""
-        return _of_thread.made != self._made and _of_thread.judged == self._judged
 
 
 def empty_caches(devices: Iterable[torch.device]) -> None:

@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from elastic_mbs.engine import hooks
-from elastic_mbs.memory import oom
 from elastic_mbs.testing.injection import InjectOOM
 
 CHOSEN = 0.5  # fraction of the tests that `random` chooses
@@ -154,7 +153,7 @@ class RandomFaults:
             attempt.struck = True
             self._left[attempt.owner] -= 1
             self.hits.append(f"{name}, operation {attempt.count} of attempt {self.attempts}")
-            raise oom.make(f"out of memory, injected by --oom-injection in {name}")
+            raise torch.OutOfMemoryError(f"out of memory, injected by --oom-injection in {name}")
 
 
 class _Attempt(InjectOOM):

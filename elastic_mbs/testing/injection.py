@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from elastic_mbs.dispatch import VersionedMode, run
-from elastic_mbs.memory import oom
 
 
 def can_allocate(operation: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
@@ -54,7 +53,7 @@ class InjectOOM(VersionedMode):
             self._always_from is not None and self.count >= self._always_from
         ):
             self.hits.append(name)
-            raise oom.make(
+            raise torch.OutOfMemoryError(
                 f"injected: out of memory. Tried to allocate 1.00 MiB in operation {self.count}, "
                 f"{name}"
             )
