@@ -124,6 +124,7 @@ def check_parameter(name: str, parameter: Tensor) -> DTensor | None:
 class OnlyGiven:
     """A block in which no unit may run that the runtime was not given: it gathers in each piece.
 
+    Those are the units that a loss function can reach, whether it has used them before or not.
     `__exit__` can be repeated.
     """
 
@@ -131,12 +132,18 @@ class OnlyGiven:
         self._model = model
         self._way_out = way_out
         self._handles: list[RemovableHandle] = []
+        self._looked = 0, 0  # modules that were met and that were given, when they were looked at
+        self._others: list[nn.Module] = []
 
     def __enter__(self) -> None:
-        for module in self._model.companions:
-            if isinstance(module, FSDPModule):
-                hook = partial(_refuse_unit, self._way_out)
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        model, hook = self._model, partial(_refuse_unit, self._way_out)
+        looked = len(model.met), len(model.modules)
+        if looked != self._looked:
+            others = set(model.met).difference(model.modules)
+            self._others = [each for each in others if isinstance(each, FSDPModule)]
+            self._looked = looked
+        for module in self._others:
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def __exit__(self, *error: object) -> None:
         while self._handles:

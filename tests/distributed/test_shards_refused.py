@@ -223,6 +223,27 @@ def test_a_sharded_teacher_has_to_be_given_and_then_works() -> None:
         assert error < 1e-12
 
 
+def teach_later(rank: int, world: int) -> list[str]:
+    """Learn from a sharded teacher from the second call on."""
+    model, teacher = small(), small()
+    late: list[bool] = []
+
+    def loss_fn(x: Tensor) -> Tensor:
+        out: Tensor = (model(x) - (teacher(x) if late else 0.0)).pow(2).mean()
+        return out
+
+    mbs = ElasticMBS(model, distributed=TIMEOUT)
+    found = [caught(lambda: mbs.backward(loss_fn, data(rank, 0)))]
+    late.append(True)
+    return [*found, caught(lambda: mbs.backward(loss_fn, data(rank, 1)))]
+
+
+def test_a_sharded_teacher_of_later_calls_is_refused_too() -> None:
+    for first, later in values(run_ranks(teach_later)):
+        assert first == "no error"
+        assert "UnsupportedError: the step runs a FSDPNet of fully_shard" in later
+
+
 def teach_replicas(rank: int, world: int, wrapped: bool) -> list[str]:
     """Learn from a sharded teacher without shards of one's own."""
     teacher, model = small(), Net().double()
