@@ -26,6 +26,7 @@ GPU_TESTS = (
     "stress/test_cuda_limit",
     "integrations/test_gpu_trainer",
     "promises/test_gpu_idle",
+    "promises/test_gpu_rungs",
     "promises/test_gpu",
 )
 """Files with tests marked gpu.

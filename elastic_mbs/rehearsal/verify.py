@@ -132,7 +132,7 @@ def _compare(
         return _report(Comparison(resources, few, counts, loss_fn, snapshot, kept))
 
     with ExitStack() as backup, ExitStack() as undo:
-        backup.callback(snapshot.close)
+        backup.callback(resources.retry, "drop the copies of the buffers", snapshot.close)
         snapshot.take_modes()
         resources.retry("copy buffers and random streams", snapshot.take)
         for stack in (backup, undo):  # should an interrupt strike one, the other is whole

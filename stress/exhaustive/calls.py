@@ -181,7 +181,8 @@ class Evaluation(Call):
     gradients = False
 
     def prepare(self) -> None:
-        self._index = torch.arange(whole_batch(self.target)[-1][1])
+        samples = whole_batch(self.target)[-1][1]
+        self._index = torch.arange(samples, device=self.case.device)
 
     def perform(self) -> Any:
         numbered = {"samples": self.batch, "index": self._index}
@@ -268,7 +269,7 @@ class OptimizerStep(Call):
         self.optimizer = torch.optim.SGD(leaves, 0.1) if sparse else torch.optim.AdamW(leaves, 0.1)
         self.scaler = self.case.options.get("scaler")
         if self.scaler is not None:
-            self.scaler.scale(torch.zeros(()))
+            self.scaler.scale(torch.zeros((), device=self.case.device))
         self._start = copy.deepcopy(self.optimizer.state_dict())
         self._warm = False
         streams.restore()

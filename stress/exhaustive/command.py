@@ -15,6 +15,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
+
 from elastic_mbs.errors import UsageError
 
 from ..console import PASSED, UNEXPECTED, Progress, Tally, listed, prepare, write_figures
@@ -49,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=whole(1), metavar="N", help=samples)
     parser.add_argument("--seed", type=seed, metavar="N", help="of --model (default 0)")
+    parser.add_argument(
+        "--kind",
+        choices=("cpu", "cuda", "simcuda"),
+        default="cpu",
+        help="where the steps run: on the CPU, on a GPU, or on a simulated one (default cpu)",
+    )
     where = "at operations that can allocate, at lines of recovery, or at both (default)"
     parser.add_argument("--dimension", choices=DIMENSIONS, help=where)
     parser.add_argument(
@@ -132,8 +140,11 @@ def main(options: argparse.Namespace) -> int:
 def _targets(options: argparse.Namespace) -> list[Target]:
     """Return the cases that were asked for.
 
-    Raises a UsageError where there is no such case, or options do not go together.
+    Raises a UsageError where there is no such case or device, or options do not go together.
     """
+    device = "cpu" if options.kind == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--kind cuda needs a CUDA device, and torch sees none here")
     for name in ("samples", "seed"):
         if options.model is None and getattr(options, name) is not None:
             raise UsageError(
@@ -146,8 +157,13 @@ def _targets(options: argparse.Namespace) -> list[Target]:
             "one or the other"
         )
     if options.model is None:
-        return [builtin(name) for name in options.cases or STEPS]
-    target = of_subject(options.model, samples=options.samples or SAMPLES, seed=options.seed or 0)
+        return [builtin(name, device) for name in options.cases or STEPS]
+    target = of_subject(
+        options.model,
+        samples=options.samples or SAMPLES,
+        seed=options.seed or 0,
+        device=device,
+    )
     case = target.build()
     how = "compared with the same pieces and with the whole batch"
     if not case.separable:

@@ -33,23 +33,24 @@ class Target:
 
 
 @cache
-def builtin(name: str) -> Target:
+def builtin(name: str, device: str = "cpu") -> Target:
     if name not in STEPS:
         raise UsageError(
             f"unknown case {name!r}; one of {', '.join(STEPS)}, or your own with --model "
             "path.py:factory"
         )
-    return Target(name, partial(build, name), partial(build, "mlp" if name == "compiled" else name))
+    plain = "mlp" if name == "compiled" else name
+    return Target(name, partial(build, name, device), partial(build, plain, device))
 
 
-def of_subject(name: str, *, samples: int, seed: int = 0) -> Target:
+def of_subject(name: str, *, samples: int, seed: int = 0, device: str = "cpu") -> Target:
     """Return the user's own model, or one of `models.builtin`, as a target.
 
     It trains on the first samples of its first batch. A trial finds out whether it is separable.
     """
 
     def built(separable: bool = True, tolerance: float = 0.0) -> Subject:
-        subject = make(name, seed)
+        subject = make(name, seed, there=device)
         view = view_of(subject, subject.batch(0))
         return replace(
             subject,

@@ -85,8 +85,14 @@ CONTAINERS = {
 
 
 def make_batch(plan: Plan, step: int) -> Any:
-    """Return the batch of a step, from the plan's seed."""
-    stream = torch.Generator().manual_seed(plan.seed * 1009 + step)
+    """Return the batch of a step, from the plan's seed, on the plan's device."""
+    with torch.device("cpu"):  # the generator's, where another device is the default one
+        drawn = _drawn(plan, torch.Generator().manual_seed(plan.seed * 1009 + step))
+    return CONTAINERS[plan.container].pack(*(tensor.to(plan.device) for tensor in drawn))
+
+
+def _drawn(plan: Plan, stream: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs, labels and weights of a batch."""
     n = plan.samples
     length = plan.length
     if plan.tokens == "no":
@@ -104,7 +110,7 @@ def make_batch(plan: Plan, step: int) -> Any:
         kept = torch.randint(0, length + 1, (n, 1), generator=stream)
         kept[int(torch.randint(0, n, (), generator=stream))] = length
         y = torch.where(torch.arange(length) < kept, y, IGNORED)
-    return CONTAINERS[plan.container].pack(*(leaf.to(plan.device) for leaf in (x, y, weights)))
+    return x, y, weights
 
 
 def count_of(plan: Plan) -> Any:

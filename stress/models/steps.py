@@ -32,6 +32,8 @@ text = partial(planned, tokens="dense", count="tokens")  # in three of the sampl
 
 
 def planned_step(plan: Plan) -> Subject:
+    """Return the step of a plan, on torch's default device."""
+    plan = replace(plan, device=torch.get_default_device().type)
     setup = set_up(plan)
     options = {"count": count_of(plan), "accumulate_dtype": torch.float32 if plan.half else None}
     return Subject(
@@ -88,8 +90,8 @@ def scaled() -> Subject:
     case = planned_step(planned(layers=("linear",)))
     case.model.float()
     x, *rest = case.batch(0)
-    loss_fn = torch.autocast("cpu", torch.bfloat16)(case.loss_fn)
-    options = {"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}
+    loss_fn = torch.autocast(x.device.type, torch.bfloat16)(case.loss_fn)
+    options = {"scaler": torch.amp.GradScaler(x.device.type, init_scale=4.0)}
     return replace(
         case, loss_fn=loss_fn, batches=[(x.float(), *rest)], options=options, tolerance=3e-2
     )
@@ -100,7 +102,7 @@ def compiled() -> Subject:
 
     No parameter commits before the compiled backward ends.
     """
-    setup = set_up(planned(layers=("linear",)))
+    setup = set_up(planned(layers=("linear",), device=torch.get_default_device().type))
     backend = InterpretedBackend()
     # The graphs of cases built before count against the limit on recompilations.
     torch._dynamo.reset()
@@ -169,7 +171,7 @@ def contrastive() -> Subject:
     def among_all(views: tuple[Tensor, Tensor]) -> Tensor:
         a, b = (F.normalize(view, dim=1) for view in views)
         scores = a @ torch.cat([b, F.normalize(torch.randn_like(b), dim=1)]).T / 0.1
-        return F.cross_entropy(scores, torch.arange(len(a)))
+        return F.cross_entropy(scores, torch.arange(len(a), device=a.device))
 
     return Subject(
         model, lambda x: (model(x), model(x)), [torch.randn(SAMPLES, FEATURES)], over=among_all
@@ -194,7 +196,8 @@ def clip() -> Subject:
             F.normalize(z["picture"], dim=1) @ F.normalize(z["text"], dim=1).T * temperature.exp()
             + bias
         )
-        return -F.logsigmoid(scores * (2 * torch.eye(len(scores)) - 1)).sum(1).mean()
+        same = torch.eye(len(scores), device=scores.device)
+        return -F.logsigmoid(scores * (2 * same - 1)).sum(1).mean()
 
     batch = {
         "picture": torch.randn(SAMPLES, FEATURES),
@@ -316,9 +319,9 @@ STEPS: dict[str, Plan | Callable[[], Subject]] = {
 }
 
 
-def build(name: str) -> Subject:
+def build(name: str, device: str = "cpu") -> Subject:
     """Return the step, in float64 from its seed, with every random stream at the same place."""
     start_streams(0)
     step = STEPS[name]
-    with in_double():
+    with in_double(), torch.device(device):
         return replace(planned_step(step) if isinstance(step, Plan) else step(), name=name)

@@ -68,6 +68,11 @@ class Subject:
     # Counter of the operations that run inside a compiled graph.
     backend: InterpretedBackend | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self.leaves()[0].device
+
     def leaves(self) -> list[Tensor]:
         """Return every trainable leaf."""
         return [*self.model.parameters(), *self.extra]

@@ -82,7 +82,7 @@ def accumulate(
 
     Pieces run on the model's device, weighed as the subject's options say.
     """
-    options, device = subject.options, subject.leaves()[0].device
+    options, device = subject.options, subject.device
 
     def run(start: int, stop: int) -> Any:
         return subject.loss_fn(mapped(view.piece(start, stop), lambda tensor: tensor.to(device)))

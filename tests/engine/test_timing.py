@@ -223,6 +223,23 @@ def test_reading_the_loss_takes_no_memory_and_waits_for_nothing(model: nn.Sequen
         assert budget.peak == rest
 
 
+class NoRoom:
+    """A loss on the host that cannot be read for want of memory."""
+
+    def __float__(self) -> float:
+        raise MemoryError
+
+
+def test_a_loss_without_room_for_one_number_is_unknown(
+    model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "_fetch", lambda result, accelerator: NoRoom())
+    heard = Heard()
+    with elastic(model, micro_batch_size=2, on_event=heard) as mbs:
+        assert mbs.backward(cross_entropy(model), pairs()).ooms == 0
+    assert [done.loss for done in heard.calls] == [None]
+
+
 class Meter(NoMeter):
     def usage(self) -> Usage | None:
         return Usage(1, 2, 3, 4, 0)

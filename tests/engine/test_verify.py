@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import MicroBatchFloorError, UsageError, VerifyReport, count_tokens
+from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, pairs
 from tests.helpers.strikes import AtLine, Everywhere, until_clean
@@ -211,6 +212,21 @@ def test_verify_struck_at_any_operation_or_line_leaves_no_trace() -> None:
         with strike, suppress(KeyboardInterrupt):
             assert mbs.verify(traced.loss_fn, traced.batch, samples=2).ok
         traced.check()
+
+
+@pytest.mark.no_oom_injection
+def test_verify_answers_where_memory_runs_out_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced, ends, end_call = Traced(), count(), BufferCopies.end_call
+
+    def struck(copies: BufferCopies) -> None:
+        if next(ends) == 1:  # the first one comes before all runs
+            raise MemoryError
+        end_call(copies)
+
+    monkeypatch.setattr(BufferCopies, "end_call", struck)
+    assert elastic(traced.model).verify(traced.loss_fn, traced.batch, samples=2).ok
+    assert next(ends) == 3
+    traced.check()
 
 
 @pytest.mark.no_oom_injection

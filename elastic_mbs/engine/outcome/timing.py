@@ -150,13 +150,16 @@ class Telemetry:
 
     def _emit(self, *, wait: bool) -> None:
         for (event, loss), seconds in known(self._timed, wait=wait):
-            self._log.emit(
-                replace(
-                    event,
-                    seconds=seconds,
-                    loss=None if loss is None or seconds is None else float(loss),
-                )
-            )
+            number = None if loss is None or seconds is None else _read(loss)
+            self._log.emit(replace(event, seconds=seconds, loss=number))
+
+
+def _read(loss: float | torch.Tensor) -> float | None:
+    """Return a loss that has arrived on the host; None where there is no room for one number."""
+    try:
+        return float(loss)
+    except (RuntimeError, MemoryError):
+        return None
 
 
 def _fetch(result: StepResult, accelerator: Accelerator | None) -> float | torch.Tensor | None:
