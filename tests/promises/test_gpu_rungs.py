@@ -83,7 +83,8 @@ def test_one_sample_that_does_not_fit_has_the_exact_gradient(
     def step(piece: Tensor) -> Tensor:
         return loss_of(model, piece)
 
-    with Room(device, model, ids) as room:
+    with Room(device, model) as room:
+        room.track(ids)
         wanted = whole_gradient(model, lambda twin: loss_of(twin, ids))
         loss_of(model, ids).backward()
         need = room.need(lambda: loss_of(model, ids).backward())
