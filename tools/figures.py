@@ -53,7 +53,7 @@ def read_demo(text: str) -> Figures:
     """Return the rows of the demo's summary, by their labels, and its verdict."""
     rows = {
         match[1].strip().replace(" ", "_").replace("-", "_"): match[2]
-        for match in re.finditer(r"^([a-z][a-z -]{20} )(\S.*)$", text, re.MULTILINE)
+        for match in re.finditer(r"^([a-z][a-z0-9 -]{20} )(\S.*)$", text, re.MULTILINE)
     }
     lines = text.strip().splitlines()
     if not rows or not lines:

@@ -42,6 +42,7 @@ NAMES = (
     "fragmented",
     "expandable",
     "demo",
+    "ranks",
     "counts",
     "overhead",
     "breakdown",
@@ -74,6 +75,7 @@ def parts(folder: Path, world: World) -> list[Part]:
         _fragmentation(folder, world, "fragmented", expandable=False),
         _fragmentation(folder, world, "expandable", expandable=True),
         _demo(world),
+        _ranks(world),
         _counts(folder, world),
         _overhead(folder, world),
         _breakdown(folder, world),
@@ -109,7 +111,7 @@ def _tests(folder: Path, world: World) -> Part:
         *("-o", "faulthandler_timeout=60", "-o", "junit_family=xunit1"),
     ]
     command = _python("-m", "pytest", *settings, f"--junit-xml={report}", *chosen)
-    return Part("tests", command, 160, lambda _: read_junit(report))
+    return Part("tests", command, 115, lambda _: read_junit(report))
 
 
 def _scenarios(world: World) -> list[str]:
@@ -129,23 +131,33 @@ def _fragmentation(folder: Path, world: World, name: str, *, expandable: bool) -
     command = [*_scenarios(world), "--scenario", "fragmentation", *few, "--json", str(found)]
     wanted = None if world == "cpu" else expandable
     variables = segments(expandable=expandable)
-    return Part(name, command, 24, lambda _: read_stress(found, expandable=wanted), variables)
+    return Part(name, command, 20, lambda _: read_stress(found, expandable=wanted), variables)
 
 
 def _demo(world: World) -> Part:
+    return Part("demo", _python("-m", "elastic_mbs", *_demo_of(world)), 24, read_demo)
+
+
+def _ranks(world: World) -> Part:
+    """Return the demo as a job of two ranks: over NCCL where each has a device, else over gloo."""
+    torchrun = _python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [*torchrun, "-m", "elastic_mbs", *_demo_of(world), "--distributed", "ddp"]
+    return Part("ranks", command, 36, read_demo)
+
+
+def _demo_of(world: World) -> list[str]:
     size = {
         "cuda": ["--steps", "20"],
         "simcuda": ["--steps", "4", "--dtype", "float32"],
-        "cpu": ["--steps", "4", "--dtype", "float32", "--batch", "4"],
+        "cpu": ["--steps", "4", "--dtype", "float32", "--batch", "16"],
     }
-    command = _python("-m", "elastic_mbs", "demo", "--device", _device(world), "--no-page")
-    return Part("demo", [*command, *size[world]], 45, read_demo)
+    return ["demo", "--device", _device(world), "--no-page", *size[world]]
 
 
 def _counts(folder: Path, world: World) -> Part:
     found = folder / "counts.json"
     command = _python("-m", "benchmarks.bench", "run", "--device", world, "--quick")
-    limit = 120 if world == "cpu" else 20  # on a CPU the quick run has four models: a minute
+    limit = 120 if world == "cpu" else 42  # on a CPU the quick run has four models: a minute
     return Part("counts", [*command, "--json", str(found)], limit, lambda _: read_json(found))
 
 

@@ -89,9 +89,9 @@ class _Trial:
         try:
             for number in range(plan.steps):
                 self._step(mbs, step, number)
-            self._check_events(mbs)
         finally:
             mbs.close()
+        self._check_events(mbs)  # a GPU's calls are told of once their seconds are known
         demand(
             hooks_on(self.real.model, self.real.leaves()) == 0,
             "a closed runtime has left a hook on the model",

@@ -119,7 +119,7 @@ def test_a_simulated_device_passes_for_no_other(
     assert [each.name for each in planned] == [
         name for name in tool.NAMES if name not in tool.SPEED
     ]
-    assert all("cuda" not in each.command or each.name == "demo" for each in planned)
+    assert all("cuda" not in each.command or each.name in {"demo", "ranks"} for each in planned)
     with pytest.raises(SystemExit):
         tool.main(["--only", "overhead"])
 
@@ -143,7 +143,7 @@ def test_all_parts_take_nine_minutes_and_run_every_gpu_test(tool: Any, tmp_path:
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").glob("*/test_*.py")
-        if "mark." + "gpu" in path.read_text()
+        if "mark." + "gpu" in path.read_text() or path.match("promises/test_gpu*.py")
     }
     simulated = {path for path in marked if path.startswith("tests/simcuda/")}  # nothing for a card
     assert {

@@ -51,6 +51,7 @@ class JobOutcome(Outcome):
     """Both runs, seen from rank 0."""
 
     ranks: tuple[Figures, ...] = ()
+    backend: str = "gloo"  # of the process group
 
     @property
     def ooms(self) -> int:
@@ -94,11 +95,14 @@ def begin(options: Options) -> tuple[int, int, Options]:
             f"--distributed with {world} ranks and --batch {options.batch}: at least two ranks are "
             f"needed, and two documents for each: {COMMAND}"
         )
-    device = torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if options.device.type == "cuda":  # cuda-only
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        devices = torch.cuda.device_count()
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % devices)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if int(os.environ["LOCAL_WORLD_SIZE"]) <= devices:  # NCCL refuses two ranks on one device
+            backend = "nccl"
+    dist.init_process_group(backend)
     return dist.get_rank(), world, replace(options, device=device)
 
 
@@ -156,6 +160,7 @@ def run_job(setting: Setting, rank: int, world: int) -> JobOutcome | None:
         time.perf_counter() - between,
         ROUNDING[options.dtype],
         ranks,
+        dist.get_backend(),
     )
 
 
@@ -201,6 +206,6 @@ def summary(outcome: JobOutcome) -> Mapping[str, str]:
             f"replayed, micro-batch sizes {', '.join(map(str, rank.sizes))}"
             for number, rank in enumerate(outcome.ranks)
         },
-        "time": f"{outcome.seconds:.1f} s on {len(outcome.ranks)} ranks, "
+        "time": f"{outcome.seconds:.1f} s on {len(outcome.ranks)} ranks over {outcome.backend}, "
         f"{outcome.reference_seconds:.1f} s in one process without limits",
     }
