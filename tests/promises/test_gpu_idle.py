@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, Headroom, MemoryOptions, Policy, count_tokens
+from elastic_mbs.dispatch import VersionedMode, run
+from elastic_mbs.engine import edits
 from elastic_mbs.memory import CudaSensor
 from elastic_mbs.memory.nvml import NoAnswer, NvmlDevice
 from elastic_mbs.memory.processes import pids_are_ours
+from stress.reference.state import error_of
 from tests.helpers.room import (
     MEBI,
     ROOT,
@@ -32,7 +35,7 @@ from tests.helpers.room import (
     scale,
     wide,
 )
-from tests.helpers.steps import elastic, through
+from tests.helpers.steps import elastic, grads, through
 
 # torch warns at the first set_sync_debug_mode that it does not see every synchronisation
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
@@ -70,6 +73,52 @@ def test_an_idle_step_never_waits_for_the_device(gpu: torch.device, place: str, 
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchroniz"):  # the check itself works
         float(result)
+
+
+class CopiesToTheDevice(VersionedMode):
+    """A log of the streams in which tensors of the host are copied to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Any] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        at = {"aten::copy_": 1, "aten::_to_copy": 0}.get(func._schema.name)
+        if at is not None and args[at].device.type == "cpu":
+            self.streams.append(torch.cuda.current_stream())
+        return run(func, args, kwargs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [True, "pin", False])
+def test_the_next_piece_is_copied_ahead_in_a_stream_of_its_own(
+    gpu: torch.device, prefetch: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        edits, "SMALL", 0
+    )  # of a small batch the first call makes copies, not ahead
+    model, batch = wide(gpu), batch_on(torch.device("cpu"), 64)
+    partition = tuple(pairwise(range(0, 80, 16)))
+    wanted = by_hand(model, batch_on(gpu, 64), partition)
+    if prefetch is True:
+        batch = (batch[0].pin_memory(), batch[1].pin_memory())
+    main = torch.cuda.current_stream()
+    with elastic(model, micro_batch_size=16, prefetch=prefetch) as mbs:
+        for _ in range(3):
+            model.zero_grad()
+            with CopiesToTheDevice() as copies:
+                result = mbs.backward(lambda piece: loss_of(model, piece), batch)
+            assert error_of(grads(model), wanted) <= 1e-12
+    assert result.partition == partition
+    ahead = [stream for stream in copies.streams if stream != main]
+    assert len(copies.streams) >= 8
+    assert len(ahead) == (6 if prefetch else 0)  # both tensors of all pieces but the first
 
 
 @pytest.mark.gpu
