@@ -13,7 +13,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from elastic_mbs.errors import MisuseError
 
-
 _is_something = partial(is_not, None)
 
 
