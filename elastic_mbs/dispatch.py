@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -73,8 +74,10 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any
 
 def hides_edits() -> bool:
     """Return whether a mode of this thread runs operations on lists without raising versions."""
-    stack = _get_current_dispatch_mode_stack()
-    return bool(stack) and not isinstance(stack[-1], VersionedMode)
+    # Asked for every piece: mostly there is no mode, and the list of them takes longer.
+    if not _len_torch_dispatch_stack():
+        return False
+    return not isinstance(_get_current_dispatch_mode_stack()[-1], VersionedMode)
 
 
 class VersionsRaised:
@@ -112,8 +115,8 @@ class Contents:
 
     def raise_versions(self) -> None:
         """Raise the versions of the tensors whose contents have changed since, once."""
-        sums, self._sums = self._sums, []
-        if sums:
+        if self._sums:
+            sums, self._sums = self._sums, []
             with _disable_current_modes():
                 for tensor, before in sums:
                     if _sum_of_bits(tensor) != before:

@@ -73,7 +73,7 @@ class Loader:
 
         It is `cloned` where `loss_fn` edits its batch.
         """
-        ahead = self._taken_for(piece)
+        ahead = None if self._ahead is None else self._taken_for(piece, self._ahead)
         data = self._view.piece(piece.start, piece.stop) if ahead is None else ahead.data
         if cloned:
             data = map_tensors(data, self._copied)
@@ -99,11 +99,8 @@ class Loader:
         self._take()
         self._copying = None
 
-    def _taken_for(self, piece: Range) -> _Ahead | None:
+    def _taken_for(self, piece: Range, ahead: _Ahead) -> _Ahead | None:
         """Return the copies made ahead, if they are this piece's and the current stream's."""
-        ahead = self._ahead
-        if ahead is None:
-            return None
         self._take()
         if ahead.piece is not piece or ahead.stream != self._current_stream():
             return None

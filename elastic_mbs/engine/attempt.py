@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -178,6 +179,9 @@ class Attempt:
         self.__dict__ = {"piece": self.piece}
 
 
+_UNCOUNTED = attrgetter("uncounted")
+
+
 def check_nothing_lost(
     attempts: Iterable[Attempt], retry: Callable[[str, Callable[[], Any]], Any]
 ) -> None:
@@ -186,7 +190,7 @@ def check_nothing_lost(
     Its share in the batch's mean is 0. NaN is 0/0, a mean over nothing. Only where there is such a
     loss it waits for the device.
     """
-    for attempt in attempts:
+    for attempt in filter(_UNCOUNTED, attempts):
         for name, loss in attempt.uncounted.items():
             value, piece = retry("read a loss", partial(float, loss)), attempt.piece
             text = lost_in(name, value, f"samples {piece.start}:{piece.stop}")

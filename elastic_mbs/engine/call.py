@@ -35,6 +35,9 @@ from elastic_mbs.errors import (
 )
 from elastic_mbs.memory import oom
 
+# Names of their own, because an attribute of an enumeration takes ten times as long on Python 3.11.
+_WAITING, _FORWARD, _BACKWARD, _COMMIT, _FAILED, _WHOLE, _DONE = Phase
+
 PassesOf = Callable[[CallParts], Passes]
 
 
@@ -50,7 +53,7 @@ class Call:
         result: the result of the whole call, once there is one.
     """
 
-    phase: Phase = Phase.WAITING
+    phase: Phase = _WAITING
     attempt: Attempt | None = None
     failure: Failure | None = None
     result: StepResult | None = None
@@ -93,13 +96,12 @@ class Call:
     @property
     def finished(self) -> bool:
         """True if the gradient is whole or the call has ended early."""
-        return self.phase in (Phase.WHOLE, Phase.DONE)
+        return self.phase in (_WHOLE, _DONE)
 
     @property
     def inside(self) -> bool:
         """True while an attempt or a sink runs; False between two attempts."""
-        running_phases = (Phase.FORWARD, Phase.BACKWARD, Phase.COMMIT)
-        return self.phase in running_phases or self.resources.log.emitting
+        return self.phase in (_FORWARD, _BACKWARD, _COMMIT) or self.resources.log.emitting
 
     # ------------------------------------------------------------------ the loop, step by step
 
@@ -143,7 +145,7 @@ class Call:
 
     def __next__(self) -> Attempt:
         """Return the next attempt, after recovering from the one before where that has failed."""
-        if self.phase is Phase.DONE:
+        if self.phase is _DONE:
             raise StopIteration
         try:
             attempt = self._next_attempt()
@@ -160,8 +162,8 @@ class Call:
         raise typed.pop()
 
     def _next_attempt(self) -> Attempt | None:
-        while self.phase is not Phase.DONE:
-            if self.phase is Phase.FAILED:
+        while self.phase is not _DONE:
+            if self.phase is _FAILED:
                 self._recover()
             elif self.attempt is not None:
                 raise self.left_early("a micro-batch was not entered with `with micro:`")
@@ -196,14 +198,14 @@ class Call:
 
     def begin(self, attempt: Attempt) -> None:
         """Start an attempt: put its hooks in place."""
-        if attempt is not self.attempt or self.phase is not Phase.WAITING:
+        if attempt is not self.attempt or self.phase is not _WAITING:
             raise IncompleteBatchError(
                 "this micro-batch is over: each is entered once, in the loop that yields it"
             )
         try:
             self.parts.hooks.begin(attempt)
             self.parts.snapshot.take_modes()
-            self.phase = Phase.FORWARD
+            self.phase = _FORWARD
             return
         except BaseException as error:
             typed = self._abort_by(error)
@@ -213,11 +215,7 @@ class Call:
 
     def backward(self, attempt: Attempt, value: Any) -> None:
         """Weigh the loss of an attempt and run backward."""
-        if (
-            attempt is not self.attempt
-            or self.phase is not Phase.FORWARD
-            or not self._pass.training
-        ):
+        if attempt is not self.attempt or self.phase is not _FORWARD or not self._pass.training:
             raise LossError(
                 "micro.backward(loss) is called once, inside its own `with micro:` block"
             )
@@ -236,12 +234,12 @@ class Call:
             self.resources.monitor.request_reading(rested=True)
         if attempt.differentiable:
             gradients.prepare(attempt)
-            self.phase = Phase.BACKWARD
+            self.phase = _BACKWARD
             gradients.run(attempt, weight)
         else:
             parts.hooks.drop_graph(attempt.terms)  # no backward frees it
         gradients.observe()
-        self.phase = Phase.COMMIT
+        self.phase = _COMMIT
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:
         """Keep the outputs of an attempt at the place of its pass."""
@@ -256,7 +254,7 @@ class Call:
         try:
             self.parts.hooks.end()  # first of all: the rest needs memory itself
             if error is None:
-                if self.phase is Phase.DONE:
+                if self.phase is _DONE:
                     raise IncompleteBatchError(
                         "the runtime was closed inside a `with micro:` block, so its batch is "
                         "incomplete"
@@ -267,7 +265,7 @@ class Call:
                     self._end_pass()
                 return False
             self.parts.snapshot.restore_modes()
-            if self.phase is Phase.DONE:
+            if self.phase is _DONE:
                 return False  # the runtime was closed inside the block; the error is the user's
             if isinstance(error, Exception) and self._failed(attempt, error):
                 return True
@@ -284,7 +282,7 @@ class Call:
         parts = self.parts
         profile = parts.profile
         if self._pass.training:
-            if self.phase is not Phase.COMMIT:
+            if self.phase is not _COMMIT:
                 parts.gradients.check(first=parts.progress.untouched)
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
             if parts.gradients.commit(attempt):
@@ -300,7 +298,7 @@ class Call:
         parts.edits.notice(parts.progress)
         parts.snapshot.end_piece()
         self.attempt = None
-        self.phase = Phase.WAITING
+        self.phase = _WAITING
 
     # ------------------------------------------------------------------ after a failed attempt
 
@@ -311,7 +309,7 @@ class Call:
             return False
         self.failure = failure
         self.attempt = None
-        self.phase = Phase.FAILED
+        self.phase = _FAILED
         return True
 
     def _recover(self) -> None:
@@ -327,15 +325,15 @@ class Call:
         if mode is Mode.STEP:
             self._pass = self.passes.restarted(self._pass)
         self.failure = None
-        self.phase = Phase.WAITING
+        self.phase = _WAITING
 
     # ------------------------------------------------------------------ the end of the batch
 
     def _end_pass(self) -> None:
         """End a pass whose pieces have all committed, and the call after the last one."""
-        self.phase = Phase.FORWARD  # a step of an optimizer is refused in a loss between two passes
+        self.phase = _FORWARD  # a step of an optimizer is refused in a loss between two passes
         following = self.passes.after(self._pass)
-        self.phase = Phase.WAITING
+        self.phase = _WAITING
         if following is None:
             self._finish()
         else:
@@ -353,8 +351,7 @@ class Call:
         parts.edits.notice(parts.progress)
         if gradients.full and not profile.draws:
             profile.learn_draws(parts.snapshot.drew_since_start())
-        if self._pass.outputs not in ("cpu", None):
-            check_not_overwritten([attempt.outputs for attempt in progress.committed])
+        check_not_overwritten([attempt.outputs for attempt in progress.committed])
         attempts = progress.in_order()
         result = parts.report.result(progress, attempts, parts.batch.counts.names, self._pass.pad)
         if not training:
@@ -372,7 +369,7 @@ class Call:
         parts.learn_end()
         result = self.passes.finish(parts.peers.meet(gradients, result))
         running.leave_call(self)
-        self.phase = Phase.WHOLE  # a callback may step, or evaluate
+        self.phase = _WHOLE  # a callback may step, or evaluate
         try:
             for attempt in attempts:
                 for callback in attempt.callbacks:
@@ -386,12 +383,12 @@ class Call:
     def _close(self) -> None:
         if self.resources.guard is not None:
             self.resources.guard.lift()  # an interrupt between the lines can have left it up
-        if self.phase is not Phase.WHOLE:
+        if self.phase is not _WHOLE:
             running.leave_call(self)
         self.parts.progress.drop_committed()
         self.passes.close()
         self.parts.gradients.close()
-        self.phase = Phase.DONE
+        self.phase = _DONE
 
     # ------------------------------------------------------------------ a call that ends early
 
@@ -402,7 +399,7 @@ class Call:
             The typed error to raise where the library itself ran out of memory, else nothing.
         """
         typed = list[ElasticMBSError]()
-        if self.phase is not Phase.DONE and not isinstance(error, ElasticMBSError):
+        if self.phase is not _DONE and not isinstance(error, ElasticMBSError):
             verdict = oom.classify(error, self.resources.settings.recovery.is_oom)
             if verdict is not None:
                 typed.append(
@@ -416,7 +413,7 @@ class Call:
 
     def abort(self, error: BaseException) -> None:
         """End the call by `error`: state goes back to its start, and the rest is noted on it."""
-        if self.phase is Phase.DONE:
+        if self.phase is _DONE:
             return
         interrupt = None
         # Once more where an interrupt or a lack of memory has struck in the middle.
@@ -443,7 +440,7 @@ class Call:
     def _drop_attempt(self) -> None:
         parts = self.parts
         # Modes that are switched between two attempts are the user's doing.
-        if self.inside or self.phase is Phase.FAILED:
+        if self.inside or self.phase is _FAILED:
             parts.snapshot.unwind_modes()
         if self.attempt is not None:
             self.attempt.drop()  # a variable of the user's can still hold it

@@ -77,7 +77,7 @@ class BatchEdits:
         Raises:
             BatchError: the step has edited a tensor that every piece gets whole.
         """
-        if self.copies or not self.found():
+        if self.copies or self._view.versions() == self._versions:
             return
         if not self._view.whole_edited(self._versions):
             self._learn()

@@ -67,7 +67,7 @@ class Batch:
 _ALONE = Alone()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen, whose fields take longer to set: one for each call
 class CallParts:
     """The parts of one call. None of these fields is assigned again."""
 

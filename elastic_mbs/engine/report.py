@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import attrgetter, is_not
 
 import torch
 
@@ -18,6 +20,9 @@ from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.events import CallDone, CallFailed, Resized
 from elastic_mbs.memory import MemoryBudget
+
+_LOSS, _OUTPUTS = map(attrgetter, ("loss", "outputs"))
+_is_there = partial(is_not, None)
 
 
 class CallReport:
@@ -83,7 +88,7 @@ class CallReport:
     def result(
         self,
         progress: Progress,
-        attempts: Iterable[Attempt],
+        attempts: Sequence[Attempt],
         names: Iterable[str] | None,
         pad: Pad,
     ) -> StepResult:
@@ -95,25 +100,22 @@ class CallReport:
             names: the names of the losses; None for a single one.
             pad: fills up outputs whose width differs from piece to piece.
         """
-        partition, losses, stored = [], [], []
-        named: dict[str, list[torch.Tensor]] = {name: [] for name in names or ()}
-        for attempt in attempts:
-            partition.append((attempt.piece.start, attempt.piece.stop))
-            stored.append(attempt.outputs)
-            if attempt.loss is not None:
-                losses.append(attempt.loss)
-            if named:
-                for name, loss in attempt.losses.items():
-                    named[str(name)].append(loss)
+        partition = tuple([(each.piece.start, each.piece.stop) for each in attempts])
+        losses = tuple(filter(_is_there, map(_LOSS, attempts)))
+        stored = list(map(_OUTPUTS, attempts))
+        named = {
+            name: [each.losses[name] for each in attempts if name in each.losses]
+            for name in names or ()
+        }
         by_length = self._view.sorted
         return StepResult(
-            partition=tuple(partition),
+            partition=partition,
             micro_batch_size=progress.size,
             ooms=progress.failures,
             replayed_samples=progress.replayed_samples,
             order=None if by_length is None else tuple(by_length.order),
             _lengths=() if by_length is None else by_length.lengths,
-            _losses=tuple(losses),
+            _losses=losses,
             _named=named,
             _outputs=stored if any(stored) else [],
             _per_piece=self._profile.per_piece,

@@ -198,11 +198,22 @@ class _Step:
         """Run the user's hooks before the step, once. What they change is not rolled back."""
         if self._hooks.begun:
             return
+        # An error of ours among the hooks does not end the step, whose copies are from before them.
+        changed = _retry(
+            self._resources,
+            "run the hooks before the step",
+            lambda: self._run_hooks(optimizer, args, kwargs),
+            passes=lambda: self._hooks.running,
+        )
+        if changed:
+            self._snapshot.take(host=self._to_host)
+
+    def _run_hooks(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
         changed = self._hooks.begin(optimizer, args, kwargs)
         self._hooks.defer(self._begin)
         if changed:
             self._remember(OptimizerSnapshot.of(self._optimizer))
-            self._snapshot.take(host=self._to_host)
+        return changed
 
     def _unscale(self) -> None:
         """Unscale the gradients once, now: inside the step every try would do it again."""

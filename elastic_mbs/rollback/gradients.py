@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple, NoReturn
 
@@ -157,8 +157,9 @@ class Ledger:
         )
 
     def _note_contents(self) -> None:
-        noted = self._noted
-        self._contents = Contents([*noted.grads, *(each.grad for each in noted.extra.values())])
+        grads, _, extra, _ = self._noted
+        # Not a list: mostly none of them is looked at.
+        self._contents = Contents(chain(grads, map(_GRAD, extra.values())))
 
     def unchanged(self, *, kept: bool = False) -> bool:
         """Return whether all gradients are the same tensors, and nothing was written to them.

@@ -52,19 +52,20 @@ class RandomStreams:
         self._torch = self._defaults
         self._hosts: list[_Accessors] = [(random.getstate, random.setstate)]
         self._numpy: list[_Accessors] = []  # its global stream, once it is known
-        self._own: list[Any] = []
+        self._given: list[Any] = []  # the user's own, as they were given
         self.draws_on_host = False
         self.follow(generators)
 
     def follow(self, generators: Iterable[Any]) -> None:
         """Read these generators of the user's from now on, and no others, between two calls."""
-        every = {id(generator): generator for generator in generators}
+        given = list(generators)
+        if len(given) == len(self._given) and all(map(is_, given, self._given)):
+            return
+        self._given = given
+        every = {id(generator): generator for generator in given}
         for generator in self._defaults:
             every.pop(id(generator), None)
         own = list(every.values())
-        if len(own) == len(self._own) and all(map(is_, own, self._own)):
-            return
-        self._own = own
         of_torch = [each for each in own if isinstance(each, torch.Generator)]
         others = [each for each in own if not isinstance(each, torch.Generator)]
         self._torch = [*self._defaults, *of_torch]

@@ -14,7 +14,7 @@ from elastic_mbs import ElasticMBS, MisuseError, OptimizerStepError, StepInsideE
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.guarded import IMPLEMENTATIONS, World, same
 from tests.helpers.steps import calls_of, elastic
-from tests.helpers.strikes import Everywhere, until_clean
+from tests.helpers.strikes import AtLine, Everywhere, until_clean
 
 
 def test_step_hooks_run_once_however_often_the_step_is_tried() -> None:
@@ -75,6 +75,45 @@ def test_hooks_before_a_step_do_not_run_again_when_it_is_called_again() -> None:
         parameter.grad.zero_()  # another gradient: it is another step
     world.guarded()
     assert calls == ["before", "after", "before", "before", "after"]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_out_of_memory_at_any_line_around_hooks_loses_none_and_repeats_none(scaled: bool) -> None:
+    # Each changes weights and gradients, in a way that shows if it is done twice.
+    def hooked(world: World, ran: list[str]) -> World:
+        def before(optimizer: Any, *others: Any) -> None:
+            ran.append("before")
+            for parameter in world.model.parameters():
+                parameter.data.mul_(1.5)
+                parameter.grad.mul_(0.5)  # type: ignore[union-attr]  # not None
+
+        def after(*others: Any) -> None:
+            ran.append("after")
+            for parameter in world.model.parameters():
+                parameter.data.add_(parameter.data.square())
+
+        for _ in range(2):
+            world.optimizer.register_step_pre_hook(before)
+            world.optimizer.register_step_post_hook(after)
+        return world
+
+    reference = hooked(World("AdamW", "foreach", scaled=scaled), [])
+    reference.plain()
+    files = ("optimizer/hooks.py", "optimizer/guarded_step.py")
+    spared = ("__call__", "refuse_closure", "check_optimizer", "_retry")
+    for strike in until_clean(
+        lambda n: AtLine(
+            n, *files, error=MemoryError, spared=lambda frame: frame.f_code.co_name in spared
+        ),
+        least=100,
+    ):
+        ran = list[str]()
+        world = hooked(World("AdamW", "foreach", scaled=scaled), ran)
+        with strike:
+            world.guarded()
+        world.update()
+        assert ran == ["before", "before", "after", "after"], strike.hits
+        assert same(world.values(), reference.values()), strike.hits
 
 
 @pytest.mark.parametrize("hook", ["pre", "post"])

@@ -361,7 +361,9 @@ def _gather(stored: Iterable[StoredOutput | None]) -> None:
 
 def check_not_overwritten(stored: list[StoredOutput | None]) -> None:
     """Refuse outputs on the device that a later piece has written over."""
-    kept = [piece.kept for piece in stored if piece is not None]
+    kept = [piece.kept for piece in stored if piece is not None and piece.kept]
+    if not kept:
+        return
     pieces = Counter(chain.from_iterable(kept))
     if any(
         pieces[address] > 1 and tensor._version != version

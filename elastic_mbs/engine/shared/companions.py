@@ -15,8 +15,7 @@ import functools
 import inspect
 import random
 import sys
-from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -30,7 +29,9 @@ FAR, NEAR = 5_000, 100  # objects that are looked at
 _NUMPYS = {"numpy.random._generator", "numpy.random.mtrand"}
 _CONTAINERS = {dict, list, tuple, set, frozenset}
 _LONG = 100  # items: a longer container holds data
-_FOREIGN = {"torch", "numpy", "elastic_mbs", *sys.stdlib_module_names}  # code without modules
+_WITHOUT_MODULES = {"torch", "numpy", *sys.stdlib_module_names}  # code that reaches none
+_FOREIGN = {"elastic_mbs", *_WITHOUT_MODULES}  # objects that hold none
+_DEAD_ENDS = type | ModuleType | BuiltinFunctionType | torch.Tensor
 _ATOMS = {type(None), bool, int, float, str, bytes, torch.Tensor, nn.Parameter, torch.device}
 
 
@@ -54,21 +55,22 @@ def reached(
     found: dict[nn.Module, None] = {}
     generators: list[Any] = []
     seen: set[int] = set()
-    waiting = deque(sources)
-    while waiting and len(seen) < most:
-        value = waiting.popleft()
+    waiting = list(sources)
+    for value in waiting:  # it grows on the way
         kind: Any = type(value)  # mypy takes a class for one without a hash
-        if kind in _ATOMS or id(value) in seen:
+        following = _following(kind)
+        if following is None or id(value) in seen:
             continue
+        if len(seen) == most:
+            break
         seen.add(id(value))
         if isinstance(value, nn.Module):
             if value in known:
                 continue
             found.update(dict.fromkeys(filter(_is_readable, value.modules())))
-        if _is_generator(kind):
+        if following is _of_generator:
             generators.append(value)
-        else:
-            waiting.extend(_next(value))
+        waiting += following(value)
     return Reached([module for module in found if module not in known], generators)
 
 
@@ -97,21 +99,44 @@ def caller() -> Iterator[Any]:
     yield from _globals_of(frame.f_code, frame.f_globals)
 
 
-def _next(value: Any) -> Iterable[Any]:
-    """Return what is reached from a value in one step."""
-    kind: Any = type(value)
+# Asked of the same few classes in every call.
+@functools.lru_cache(1024)
+def _following(kind: Any) -> Callable[[Any], Iterable[Any]] | None:
+    """Return the function that gives all that is reached in one step from a value of a class.
+
+    Returns:
+        The function; None where nothing is reached from any value of the class.
+    """
     # Nothing of the user's runs: an object can make its attributes when asked.
+    if kind in _ATOMS or issubclass(kind, _DEAD_ENDS):
+        return None
+    if issubclass(kind, torch.Generator | random.Random) or kind.__module__ in _NUMPYS:
+        return _of_generator
     if kind is FunctionType:
-        return _of_function(value)
+        return _of_function
     if kind is MethodType:
-        return value.__func__, value.__self__
+        return lambda method: (method.__func__, method.__self__)
     if issubclass(kind, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
+        return lambda each: (each.func, *each.args, *each.keywords.values())
     if kind in _CONTAINERS:
-        items = value.values() if kind is dict else value
-        return items if len(value) <= _LONG else ()
-    if _leads_nowhere(kind):
-        return ()
+        return _of_dict if kind is dict else _of_items
+    return _of_object
+
+
+def _of_generator(value: Any) -> Iterable[Any]:
+    return ()
+
+
+def _of_items(value: Collection[Any]) -> Iterable[Any]:
+    return value if len(value) <= _LONG else ()
+
+
+def _of_dict(value: Mapping[Any, Any]) -> Iterable[Any]:
+    return value.values() if len(value) <= _LONG else ()
+
+
+def _of_object(value: Any) -> Iterable[Any]:
+    kind: Any = type(value)
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -126,7 +151,7 @@ def _next(value: Any) -> Iterable[Any]:
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
-    if _room(function.__module__) in _FOREIGN - {"elastic_mbs"}:
+    if _room(function.__module__) in _WITHOUT_MODULES:
         return
     for cell in function.__closure__ or ():
         try:
@@ -155,20 +180,9 @@ def _room(name: str | None) -> str:
     return (name or "").partition(".")[0]
 
 
-# Asked of the same few classes in every call.
-@functools.lru_cache(1024)
-def _leads_nowhere(kind: type) -> bool:
-    return issubclass(kind, type | ModuleType | BuiltinFunctionType | torch.Tensor)
-
-
 @functools.lru_cache(1024)
 def _is_foreign(kind: type) -> bool:
     return all(_room(base.__module__) in _FOREIGN for base in kind.__mro__)
-
-
-@functools.lru_cache(1024)
-def _is_generator(kind: type) -> bool:
-    return issubclass(kind, torch.Generator | random.Random) or kind.__module__ in _NUMPYS
 
 
 def _is_readable(module: nn.Module) -> bool:

@@ -155,8 +155,11 @@ class Resources:
             for_good: in all later calls; else in this one alone.
         """
         known = set(map(id, self._generators))
-        new = [each for each in generators if id(each) not in known]
-        new = [each for each in new if check_generators([each]) is None]
+        new = [
+            each
+            for each in generators
+            if id(each) not in known and check_generators([each]) is None
+        ]
         if for_good:
             self._generators += new
         self.streams.follow([*self._generators, *new])
