@@ -64,9 +64,7 @@ class Snapshot:
                 not moved since the call began. A failure compares them.
         """
         self.piece = None
-        buffers = self._resources.buffers
-        if buffers.busy:
-            buffers.begin_piece()
+        self._resources.buffers.begin_piece()
         self.piece = self._resources.streams.read() if read_streams else self.start
 
     def end_piece(self) -> None:
