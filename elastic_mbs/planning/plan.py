@@ -28,21 +28,22 @@ from elastic_mbs.planning.ways import Known, NoWayError, Way, seconds_to_move, w
 
 _REASONS: dict[type[Exception], str] = {
     fake_tensor.DataDependentOutputException: "loss_fn reads the value of a tensor (.item(), `if "
-    "tensor`), and fake tensors have none",
+    "tensor`), and fake tensors have none: plan with a loss_fn that has a constant in its place",
     fake_tensor.DynamicOutputShapeException: "loss_fn has an operation whose output has a shape "
-    "that depends on values (a mask as an index, nonzero)",
+    "that depends on values (a mask as an index, nonzero): plan with a loss_fn that has indices of "
+    "a fixed number in its place",
     fake_tensor.UnsupportedOperatorException: "loss_fn has an operation that cannot say what "
     "shapes it makes: see torch.library.register_fake",
     OpaqueKernelError: "an LSTM runs as a kernel of oneDNN, whose fake does not show what it keeps "
     "for its backward",
     SparseError: "the gradient of a sparse embedding is as large as the rows that a batch has, and "
-    "fake tensors do not know them",
+    "fake tensors do not know them: plan with sparse=False, where it is as large as the weight",
     UntraceableStepError: "the optimizer's step cannot be traced, plan without optimizer=",
 }
 
 _NUMPY = (
     "loss_fn hands a tensor to numpy (a matching of boxes by scipy, say), and fake tensors have no "
-    "values"
+    "values: plan with a loss_fn that has a fixed result in its place"
 )
 
 
