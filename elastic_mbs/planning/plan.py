@@ -16,6 +16,7 @@ from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import ElasticMBSError, UsageError
+from elastic_mbs.escalation.largest import Origin, names_of, origin_of_error
 from elastic_mbs.memory import Headroom, oom
 from elastic_mbs.planning import kept
 from elastic_mbs.planning.fakes import Fakes, storage_bytes
@@ -71,11 +72,12 @@ def plan(
     try:
         traced = _trace(context, view, counts, loss_fn, optimizer, mark, compare=compare)
     except Exception as error:
+        where = origin_of_error(error, names_of(context.model.roots))
         oom.clear_traceback(error)  # its frames hold fakes
         if isinstance(error, ElasticMBSError):  # a mistake that training would find as well
             _check_nothing_kept(mark, error)
             raise
-        reason = _why(error)
+        reason = _why(error, where)
     finally:
         context.streams.restore(streams)
         outside.put_back()
@@ -156,16 +158,16 @@ def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:
     except (ElasticMBSError, NoWayError) as error:
         return str(error)
     except Exception as error:
-        return _why(error)
+        return _why(error, origin_of_error(error, names_of(tracer.context.model.roots)))
 
 
-def _why(error: Exception) -> str:
+def _why(error: Exception, where: Origin) -> str:
     known = next(
         (words for kind, words in _REASONS.items() if isinstance(error, kind)),
         _NUMPY if ".numpy()" in str(error) else "loss_fn cannot be traced on fake tensors",
     )
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{known} ({type(error).__name__}: {text[:200]})"
+    return f"{known} ({type(error).__name__} in {where}: {text[:200]})"
 
 
 @dataclass
