@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.pieces import TokenBudget
@@ -92,17 +92,11 @@ class CallParts:
         self.profile.learn_end()
         if first:
             model, changes = self.resources.model, self.resources.buffers.changes
+            # State that has not changed can do so in a later call: a flag that a piece raises and
+            # lowers, a metric that comes into use.
             model.accompany(
-                [each for each in model.companions if changes(each) or _is_a_metric(each)]
+                [each for each in model.companions if changes(each) or can_keep_state(each)]
             )
-
-
-def _is_a_metric(module: nn.Module) -> bool:
-    """Return whether a module has state and nothing to train: a metric, a queue, a normaliser.
-
-    A step can begin to use it in a later call.
-    """
-    return next(module.parameters(), None) is None and can_keep_state(module)
 
 
 def _look_around(resources: Resources, batch: Batch, *, first: bool) -> None:

@@ -1,4 +1,6 @@
-"""A snapshot of the state that a step changes besides gradients: streams, buffers and modes.
+"""A snapshot of the state that a step changes besides gradients.
+
+It holds random streams, buffers, modes and learning rates.
 
 It is taken all or nothing, at the start of a call and at the start of each piece, and put back by
 `restore` and `restore_piece`. Calls, `verify` and the two passes of a loss over embeddings use it.
@@ -9,9 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from elastic_mbs.engine.shared.rates import Rates
 from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.engine.shared.running import optimizers
 from elastic_mbs.engine.shared.trained_model import Modes
-from elastic_mbs.errors import ReplayUnsafeError
+from elastic_mbs.errors import ReplayUnsafeError, StepInsideError
 from elastic_mbs.rollback.random_streams import StreamState
 
 
@@ -31,6 +35,9 @@ class Snapshot:
     piece: StreamState | None = None
     _modes = Modes()  # of the modules, when the call's first attempt began
     _attempt_modes = Modes()  # of the modules, when the running attempt began
+    _rates = Rates()  # when the call's first attempt began
+    _attempt_rates = Rates()  # when the running attempt began
+    _later_rates = Rates()  # when the call's first piece had ended
     _number = 0  # of the call, in which the copies of the buffers were taken
     _grad_enabled: bool = True  # when the running attempt began
 
@@ -64,9 +71,7 @@ class Snapshot:
                 not moved since the call began. A failure compares them.
         """
         self.piece = None
-        buffers = self._resources.buffers
-        if buffers.busy:
-            buffers.begin_piece()
+        self._resources.buffers.begin_piece()
         self.piece = self._resources.streams.read() if read_streams else self.start
 
     def end_piece(self) -> None:
@@ -74,18 +79,20 @@ class Snapshot:
         self.piece = None
 
     def take_modes(self) -> None:
-        """Take the modules' modes and the gradient mode, as an attempt begins."""
+        """Take the modules' modes, the gradient mode and the rates, as an attempt begins."""
         self._grad_enabled = torch.is_grad_enabled()
         self._attempt_modes = self._resources.model.training()
+        self._attempt_rates = self._read_rates()
         if not self._modes.modules:
-            self._modes = self._attempt_modes
+            self._modes, self._rates = self._attempt_modes, self._attempt_rates
 
     # ------------------------------------------------------------------ putting it back
 
     def restore_modes(self) -> None:
-        """Put the modules' modes and the gradient mode back to the running attempt's start."""
+        """Put the modules' modes, the gradient mode and the rates back to the attempt's start."""
         torch.set_grad_enabled(self._grad_enabled)
         self._resources.model.restore(self._attempt_modes)
+        self._attempt_rates.put_back()
 
     def restore_piece(self) -> None:
         """Put streams and buffers back to the start of the running piece.
@@ -99,12 +106,12 @@ class Snapshot:
         self._restore(self.piece, to_call_start=False)
 
     def restore(self) -> None:
-        """Put streams, buffers and modes back to the start of the call.
+        """Put streams, buffers, modes and rates back to the start of the call.
 
         Raises:
             ReplayUnsafeError: the value of a buffer was not kept.
         """
-        self._resources.model.restore(self._modes)
+        self.unwind_modes()
         self._restore(self.start, to_call_start=True)
 
     def _restore(self, streams: StreamState | None, *, to_call_start: bool) -> None:
@@ -123,8 +130,9 @@ class Snapshot:
             )
 
     def unwind_modes(self) -> None:
-        """Put the modules' modes back to the start of the call's first attempt."""
+        """Put the modules' modes and the rates back to the start of the call's first attempt."""
         self._resources.model.restore(self._modes)
+        self._rates.put_back()
 
     def unwind(self) -> str | None:
         """Put streams and buffers back to the start of a call that ends by an error.
@@ -148,6 +156,28 @@ class Snapshot:
         self._resources.buffers.end_call()
 
     # ------------------------------------------------------------------ what has changed since
+
+    def check_rates(self, *, first: bool) -> None:
+        """Refuse a learning rate that has moved since the call's first piece ended.
+
+        Args:
+            first: the piece that has ended is the first one.
+
+        Raises:
+            StepInsideError: a rate has moved.
+        """
+        if first:
+            self._later_rates = self._read_rates()
+            return
+        change = self._later_rates.change()
+        if change is not None:
+            raise StepInsideError(
+                f"a learning rate went from {change} inside the step function, which runs once "
+                "for each piece: change it once, before or after the batch"
+            )
+
+    def _read_rates(self) -> Rates:
+        return Rates.of(filter(self._resources.trains, optimizers()))
 
     @property
     def watches_buffers(self) -> bool:

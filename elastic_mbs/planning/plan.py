@@ -16,6 +16,7 @@ from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import ElasticMBSError, UsageError
+from elastic_mbs.escalation.largest import Origin, names_of, origin_of_error
 from elastic_mbs.memory import Headroom, oom
 from elastic_mbs.planning import kept
 from elastic_mbs.planning.fakes import Fakes, storage_bytes
@@ -28,21 +29,22 @@ from elastic_mbs.planning.ways import Known, NoWayError, Way, seconds_to_move, w
 
 _REASONS: dict[type[Exception], str] = {
     fake_tensor.DataDependentOutputException: "loss_fn reads the value of a tensor (.item(), `if "
-    "tensor`), and fake tensors have none",
+    "tensor`), and fake tensors have none: plan with a loss_fn that has a constant in its place",
     fake_tensor.DynamicOutputShapeException: "loss_fn has an operation whose output has a shape "
-    "that depends on values (a mask as an index, nonzero)",
+    "that depends on values (a mask as an index, nonzero): plan with a loss_fn that has indices of "
+    "a fixed number in its place",
     fake_tensor.UnsupportedOperatorException: "loss_fn has an operation that cannot say what "
     "shapes it makes: see torch.library.register_fake",
     OpaqueKernelError: "an LSTM runs as a kernel of oneDNN, whose fake does not show what it keeps "
     "for its backward",
     SparseError: "the gradient of a sparse embedding is as large as the rows that a batch has, and "
-    "fake tensors do not know them",
+    "fake tensors do not know them: plan with sparse=False, where it is as large as the weight",
     UntraceableStepError: "the optimizer's step cannot be traced, plan without optimizer=",
 }
 
 _NUMPY = (
     "loss_fn hands a tensor to numpy (a matching of boxes by scipy, say), and fake tensors have no "
-    "values"
+    "values: plan with a loss_fn that has a fixed result in its place"
 )
 
 
@@ -70,11 +72,12 @@ def plan(
     try:
         traced = _trace(context, view, counts, loss_fn, optimizer, mark, compare=compare)
     except Exception as error:
+        where = origin_of_error(error, names_of(context.model.roots))
         oom.clear_traceback(error)  # its frames hold fakes
         if isinstance(error, ElasticMBSError):  # a mistake that training would find as well
             _check_nothing_kept(mark, error)
             raise
-        reason = _why(error)
+        reason = _why(error, where)
     finally:
         context.streams.restore(streams)
         outside.put_back()
@@ -155,16 +158,16 @@ def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:
     except (ElasticMBSError, NoWayError) as error:
         return str(error)
     except Exception as error:
-        return _why(error)
+        return _why(error, origin_of_error(error, names_of(tracer.context.model.roots)))
 
 
-def _why(error: Exception) -> str:
+def _why(error: Exception, where: Origin) -> str:
     known = next(
         (words for kind, words in _REASONS.items() if isinstance(error, kind)),
         _NUMPY if ".numpy()" in str(error) else "loss_fn cannot be traced on fake tensors",
     )
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{known} ({type(error).__name__}: {text[:200]})"
+    return f"{known} ({type(error).__name__} in {where}: {text[:200]})"
 
 
 @dataclass

@@ -110,7 +110,7 @@ class PlanReport:
     def __str__(self) -> str:
         """Return the verdict and the table."""
         if self.reason is not None:
-            return f"no plan: {self.reason}"
+            return f"no plan: {self.reason}. Training needs none: it finds its size by itself"
         rows = [[each.name for each in fields(PlannedSize)]]
         for planned in self.sizes:
             values = [getattr(planned, name) for name in rows[0]]

@@ -27,6 +27,7 @@ from elastic_mbs.rollback.places import (
     GradientsOf,
     Key,
     Memory,
+    Numbers,
     Place,
     Places,
     Snapshot,
@@ -34,8 +35,6 @@ from elastic_mbs.rollback.places import (
     copyable,
     is_state,
     keeps_statistics,
-    numbers_of,
-    plain_of,
     same_bits,
     switched,
     tensors_of,
@@ -61,7 +60,7 @@ class _Layout:
         known: a clean piece of this loss function in these modes was seen.
         changing: the places that change.
         still: the places that are not known to change.
-        plain: modules whose numbers, flags and strings go back with the buffers.
+        numbers: numbers, flags and strings, which go back with the buffers.
         containers: lists, deques, sets and dicts that go back, too.
         open: modules whose attributes are all looked at, in a first call.
     """
@@ -75,7 +74,7 @@ class _Layout:
     known: bool = False
     changing: Places = NOWHERE
     still: Places = NOWHERE
-    plain: Sequence[nn.Module] = ()
+    numbers: Numbers = NOTHING.numbers
     containers: Sequence[tuple[nn.Module, str]] = ()
     open: Sequence[nn.Module] = ()
 
@@ -91,11 +90,6 @@ class _Layout:
     def watched(self) -> bool:
         """True if a look after each piece can show that something else changes."""
         return bool(self.still.names) or not self.known
-
-    @cached_property
-    def busy(self) -> bool:
-        """True if there is something to copy before each piece."""
-        return bool(self.plain or self.changing.names or self.containers)
 
 
 class BufferCopies:
@@ -137,11 +131,6 @@ class BufferCopies:
         """True if a look after each piece can show that another buffer changes."""
         return self._layout.watched
 
-    @property
-    def busy(self) -> bool:
-        """True if there is something to copy before each piece."""
-        return self._layout.busy
-
     def begin_call(
         self,
         modules: Sequence[nn.Module],
@@ -178,7 +167,7 @@ class BufferCopies:
         self._still, self._moved, self._made_in_call = NOTHING, set(), set()
         if layout.still.names:
             self._still = self._kept(layout, new)
-        self._call = self._piece = self._take(0) if self.busy else NOTHING
+        self._call = self._piece = self._take(0)
 
     def end_call(self) -> None:
         """Drop the snapshots: a call that fails before it has its own leaves the buffers alone."""
@@ -231,14 +220,7 @@ class BufferCopies:
             known=known,
             changing=Places.of(changing),
             still=Places.of(still),
-            plain=[
-                module
-                for module in layout.modules
-                if not known
-                or id(module) in layout.beside
-                or numbers_of(module) in learned
-                or (module._buffers and not keeps_statistics(module))
-            ],
+            numbers=Numbers.of(layout.modules),
             containers=[
                 (module, name)
                 for module in layout.modules
@@ -302,7 +284,21 @@ class BufferCopies:
         self._piece = self._take(1)
 
     def _take(self, memory: int) -> Snapshot:
-        return _taken(self._layout, self._memory[memory])
+        """Return the state that changes, with its values."""
+        changing, known = self._layout.changing, self._layout.numbers
+        numbers = known.now()
+        if numbers.sizes is not known.sizes:  # modules have other attributes now
+            self._layout = replace(self._layout, numbers=numbers)
+        containers = [
+            Contents.of(module, name)
+            for module, name in self._layout.containers
+            if isinstance(vars(module).get(name), CONTAINERS)
+        ]
+        if not changing.names:
+            return NOTHING._replace(numbers=numbers, containers=containers)
+        tensors = changing.hanging()
+        kept = self._memory[memory].take(tensors)
+        return Snapshot(changing, tensors, kept, versions(tensors), numbers, containers)
 
     def end_clean_piece(self) -> bool:
         """Learn from a clean piece which state the forward changes.
@@ -352,9 +348,7 @@ class BufferCopies:
     def _learn_attributes(self) -> None:
         """Learn which numbers and containers the first clean piece has changed."""
         start = self._piece or NOTHING
-        self._changing.update(
-            numbers_of(module) for module, saved in start.attributes if plain_of(module) != saved
-        )
+        self._changing |= start.numbers.changed()
         self._changing.update(each.key for each in start.containers if each.changed())
 
     def _late(self) -> tuple[Snapshot, list[tuple[nn.Module, str]]]:
@@ -446,22 +440,6 @@ class BufferCopies:
         if to_call_start:
             self._piece = self._call
         return lost
-
-
-def _taken(layout: _Layout, memory: Memory) -> Snapshot:
-    """Return the state that changes, with its values."""
-    attributes = [(module, plain_of(module)) for module in layout.plain]
-    containers = [
-        Contents.of(module, name)
-        for module, name in layout.containers
-        if isinstance(vars(module).get(name), CONTAINERS)
-    ]
-    if not layout.changing.names:
-        return NOTHING._replace(attributes=attributes, containers=containers)
-    tensors = layout.changing.hanging()
-    return Snapshot(
-        layout.changing, tensors, memory.take(tensors), versions(tensors), attributes, containers
-    )
 
 
 def _places_of(module: nn.Module) -> Iterator[Place]:

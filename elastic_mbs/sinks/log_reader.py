@@ -6,9 +6,10 @@ over the run, and all lines count in the sums.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 from elastic_mbs import events
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone, CallFailed, Event
+from elastic_mbs.sinks.finished_calls import Calls, Line, others, search
 from elastic_mbs.sinks.run_log import SCHEMA
 
-MOST = 4096  # events of one kind that are kept of a run, at least half of it
+BLOCK = 1024**2  # bytes of lines that are read at once
+MOST = 2048  # events of one kind that are kept of a run, at least half of it
 EMPTY = (
     "there is no line of a run log in it: name a file that ElasticMBS(..., log=...) writes, and "
     "wait for its first call"
@@ -30,12 +33,6 @@ _EVENTS = {
     if isinstance(kind, type) and issubclass(kind, Event)
 }
 _HEAD = re.compile(rb'\{"event":"(\w+)","run":"([^"\\]*)","time":')
-# The facts of a call without failures, as this version writes them.
-_FACTS = re.compile(
-    rb',"key":("(?:[^"\\]|\\.)*"),"mode":"(\w+)","samples":(\d+),"pieces":\d+,"size_before":\d+,'
-    rb'"micro_batch_size":(\d+),"ooms":0,"replayed_samples":0'
-)
-_LOST_NONE = b',"seconds_lost":0.0,"loss":'
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,6 @@ class Totals:
     events: dict[str, int] = field(default_factory=dict)  # how many were parsed or counted, by name
     t: float = 0.0  # of the last line that was parsed, in seconds since the run began
     time: float = 0.0  # the same in unix seconds
-    # of the last call that was skimmed
-    _facts: bytes = b""
-    _memory: bytes = b""
-    _samples: int = 0
-    _is_evaluation: bool = False
 
     def add(self, entry: Entry) -> None:
         """Take an event."""
@@ -86,7 +78,6 @@ class Totals:
             self.samples += event.samples
             self.replayed += event.replayed_samples
             self.survived += event.ooms
-            self._facts = b""  # a call that is skimmed after this one sets its size anew
             self._sized(event.key, event.mode, event.micro_batch_size)
             self.seconds += event.seconds or 0.0
             self._memory_of(event.reserved, event.peak_allocated, event.peak_reserved)
@@ -94,46 +85,20 @@ class Totals:
             self.ended_seconds += event.seconds or 0.0
             self.lost += event.seconds_lost
 
-    def skim(self, line: bytes) -> bool:
-        """Take the line of a call without failures; return False where it has to be parsed.
-
-        Nothing is parsed but what differs from the call before: that would take ten times longer.
-        """
-        key = line.find(b',"key":')
-        seconds = line.find(b',"seconds":', key)
-        lost = line.find(b",", seconds + 1)
-        if min(key, seconds, lost) < 0 or not line.startswith(_LOST_NONE, lost):
-            return False
-        memory = line.find(b',"reserved":', lost)
-        free = line.find(b',"free":', memory)
-        if min(memory, free) < 0 or not line.endswith((b"}", b"}\n")):
-            return False
-        try:
-            took = float(line[seconds + 11 : lost])
-            if line[key:seconds] != self._facts and not self._turn_to(line[key:seconds]):
-                return False
-            if line[memory:free] != self._memory:
-                self._memory_of(*json.loads(b"{%b}" % line[memory + 1 : free]).values())
-                self._memory = line[memory:free]
-        except (TypeError, ValueError):
-            return False
-        self.calls += 1
-        self.evaluations += self._is_evaluation
-        self.samples += self._samples
-        if _SHORTEST < took < _LONGEST:
-            self.seconds += took
-            self.ended_seconds += took
-        return True
-
-    def _turn_to(self, facts: bytes) -> bool:
-        """Take the facts of the calls to come; return False where they cannot be read."""
-        found = _FACTS.fullmatch(facts)
-        if found is None:
-            return False
-        key, mode, samples, size = found.groups()
-        self._facts, self._samples, self._is_evaluation = facts, int(samples), mode != b"train"
-        self._sized(json.loads(key), mode.decode(), int(size))
-        return True
+    def add_calls(self, calls: Calls) -> None:
+        """Take calls without failures."""
+        self.calls += calls.number
+        for (key, mode, samples, size), number in calls.facts.items():
+            self.evaluations += number * (mode != "train")
+            self.samples += number * samples
+            self._sized(key, mode, size)
+        seconds = calls.seconds
+        if seconds and not (_is_plausible(min(seconds)) and _is_plausible(max(seconds))):
+            seconds = list(filter(_is_plausible, seconds))
+        took = sum(seconds)
+        self.seconds += took
+        self.ended_seconds += took
+        self._memory_of(calls.peak)
 
     def _sized(self, key: str, mode: str, size: int) -> None:
         self.sizes.pop(key, None)
@@ -162,6 +127,11 @@ class Run:
     def count(self, name: str) -> int:
         """Return how many events of this name there were."""
         return self.totals.calls if name == "CallDone" else self.totals.events.get(name, 0)
+
+    def before_next(self, name: str) -> int:
+        """Return how many more events of this name come before the next one to be kept."""
+        every = self.every.get(name, 1)
+        return every - 1 - self.count(name) % every
 
     def thin_out(self) -> bool:
         """Keep the latest event or drop it; where many are kept, every other one is dropped.
@@ -195,7 +165,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}  # by id, in the order in which they began
-        self._latest: tuple[bytes, Run] = b"\n", Run("")  # how lines of its calls begin
+        self.latest: Run | None = None  # the one that has had the last line
 
     def feed(self, line: bytes) -> Run | None:
         """Take one line, and return its run; None where it is not a whole line of a run log.
@@ -218,7 +188,7 @@ class Reader:
                 f"this log is of schema {schema!r}, and this elastic_mbs reads schema {SCHEMA}: "
                 "use the version that wrote it"
             )
-        run = self.runs.setdefault(name, Run(name))
+        run = self.latest = self.runs.setdefault(name, Run(name))
         if entry is not None:
             run.totals.add(entry)
             run.entries.append(entry)
@@ -226,58 +196,100 @@ class Reader:
             run.header = run.header or record
         return run
 
-    def skim(self, line: bytes) -> Run | None:
-        """Count a line in the sums alone, and return its run; None where it has to be fed."""
-        begins, run = self._latest
-        if line.startswith(begins):
-            return run if run.totals.skim(line) else None
-        head = _HEAD.match(line)
-        found = None if head is None else self.runs.get(head[2].decode())
-        if head is None or found is None:
-            return None
-        if head[1] == b"CallDone":
-            self._latest = head[0], found
-            return found if found.totals.skim(line) else None
-        name = head[1].decode()
-        if name == "CallFailed" or found.totals.events.get(name, 0) < MOST:
-            return None  # they are few, and worth a look
-        found.totals.events[name] += 1
-        return found
+    def skim(self, lines: Sequence[bytes]) -> None:
+        """Take lines: most of those of calls, and many of one event, only count in the sums."""
+        for run, calls, _, line in self._parts(lines):
+            if calls:
+                run.totals.add_calls(Calls.of(calls))
+            if line and not self._counts(line, all_but_one=False):
+                self.feed(line)
 
-    def thin(self, line: bytes) -> None:
-        """Take one line: parse it where it is to be kept, and only count it where it is not."""
-        run = self._due(line)
-        if run is not None and self.skim(line) is run:
-            run.left_out[_kind(line)] = line
+    def thin(self, lines: Sequence[bytes]) -> None:
+        """Take lines: parse the ones that are to be kept, and only count the others."""
+        for run, calls, theirs, line in self._parts(lines):
+            begin = 0
+            while begin < len(calls):
+                due = begin + run.before_next("CallDone")
+                if begin < due:
+                    run.totals.add_calls(Calls.of(calls[begin:due]))
+                    run.left_out["CallDone"] = theirs[begin:due][-1]
+                if due < len(calls):
+                    self._keep(theirs[due])
+                begin = due + 1
+            if line and not self._counts(line, all_but_one=True):
+                self._keep(line)
+
+    def _parts(
+        self, lines: Sequence[bytes]
+    ) -> Iterator[tuple[Run, Sequence[Line], Sequence[bytes], bytes]]:
+        """Yield lines of calls without failures in the latest run, and the other line after them.
+
+        Each time it is the run, what was found in the lines, the lines, and the line after them,
+        empty at the end.
+        """
+        begin = 0
+        while self.latest is None and begin < len(lines):
+            yield Run(""), (), (), lines[begin]
+            begin += 1
+        if self.latest is None or begin == len(lines):
             return
+        run, lines = self.latest, lines[begin:]
+        found, begin = search(run.id, lines), 0
+        for at in others(found):
+            yield run, found[begin:at], lines[begin:at], lines[at]
+            begin = at + 1
+        yield run, found[begin:], lines[begin:], b""
+
+    def _counts(self, line: bytes, *, all_but_one: bool) -> bool:
+        """Count a line where its event is one of very many; return whether it was.
+
+        Args:
+            line: the line.
+            all_but_one: not where it is the next one to be kept.
+        """
+        head = _HEAD.match(line)
+        run = None if head is None else self.runs.get(head[2].decode())
+        if head is None or run is None:
+            return False
+        name = head[1].decode()
+        if name in ("CallDone", "CallFailed") or run.totals.events.get(name, 0) < MOST:
+            return False
+        if all_but_one and not run.before_next(name):
+            return False
+        run.totals.events[name] += 1
+        run.left_out[name] = line
+        self.latest = run
+        return True
+
+    def _keep(self, line: bytes) -> None:
+        """Parse a line, and keep its event where it is the next one to be kept."""
         run = self.feed(line)
-        if run is not None and b'"event":' in line and run.thin_out():
-            run.left_out.pop(_kind(line), None)
-
-    def _due(self, line: bytes) -> Run | None:
-        """Return the run of a line that is not to be kept; None where it is."""
-        begins, run = self._latest
-        kind = "CallDone"
-        if not line.startswith(begins):
-            head = _HEAD.match(line)
-            found = None if head is None else self.runs.get(head[2].decode())
-            if head is None or found is None:
-                return None
-            run, kind = found, head[1].decode()
-        return run if (run.count(kind) + 1) % run.every.get(kind, 1) else None
+        if run is not None and b'"event":' in line:
+            name = str(run.entries[-1].record["event"])
+            if run.thin_out():
+                run.left_out.pop(name, None)
+            else:
+                run.left_out[name] = line
 
 
-def _kind(line: bytes) -> str:
-    """Return the name of the event in a line that this version has written."""
-    head = _HEAD.match(line)
-    return "" if head is None else head[1].decode()
-
-
-def read_runs(lines: Iterable[bytes]) -> list[Run]:
+def read_runs(lines: Sequence[bytes]) -> list[Run]:
     """Return the runs of a log from the lines of its file; a UsageError where there is none."""
+    return _runs_of([lines])
+
+
+def read_log(path: Path) -> list[Run]:
+    """Return the runs of a file; a UsageError of one line where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return _runs_of(iter(lambda: file.readlines(BLOCK), []))
+    except (OSError, UsageError) as error:
+        raise unreadable(path, error) from error
+
+
+def _runs_of(blocks: Iterable[Sequence[bytes]]) -> list[Run]:
     reader = Reader()
-    for line in lines:
-        reader.thin(line)
+    for lines in blocks:
+        reader.thin(lines)
     if not reader.runs:
         raise UsageError(EMPTY)
     for run in reader.runs.values():  # the last one of each kind is kept, too
@@ -285,15 +297,6 @@ def read_runs(lines: Iterable[bytes]) -> list[Run]:
             run.entries.append(Entry(_decode(record), _time(record["t"]), record))
             run.totals.t = max(run.totals.t, run.entries[-1].t)
     return list(reader.runs.values())
-
-
-def read_log(path: Path) -> list[Run]:
-    """Return the runs of a file; a UsageError of one line where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return read_runs(file)
-    except (OSError, UsageError) as error:
-        raise unreadable(path, error) from error
 
 
 def files_of(path: Path) -> list[Path]:
@@ -324,35 +327,48 @@ def _decode(record: Mapping[str, Any]) -> Event | None:
         kind = _EVENTS[record["event"]]
         return kind(
             **{
-                item.name: _checked(record[item.name], str(item.type))
-                for item in fields(kind)
-                if item.name in record
+                name: _checked(record[name], kinds)
+                for name, kinds in _fields_of(kind)
+                if name in record
             }
         )
     except (KeyError, TypeError):
         return None  # unknown name, other type, or a field without a default is missing
 
 
+@functools.cache
+def _fields_of(event: type[Event]) -> list[tuple[str, frozenset[str]]]:
+    """Return the fields of a kind of event, with the names of the types that each can have."""
+    return [
+        (each.name, frozenset(str(each.type).replace("float", "float | int").split(" | ")))
+        for each in fields(event)
+    ]
+
+
 def plausible(event: Event | None) -> Event | None:
     """Return the event without times of calls that cannot be right."""
     if not isinstance(event, CallDone | CallFailed):
         return event
-    if event.seconds is not None and not _SHORTEST < event.seconds < _LONGEST:
+    if event.seconds is not None and not _is_plausible(event.seconds):
         event = replace(event, seconds=0.0)
     return event if 0 <= event.seconds_lost < _LONGEST else replace(event, seconds_lost=0.0)
 
 
-def _checked(value: Any, declared: str) -> Any:
-    """Return a JSON value for a field of a declared type, such as "int | None".
+def _is_plausible(seconds: float) -> bool:
+    return _SHORTEST < seconds < _LONGEST
+
+
+def _checked(value: Any, kinds: frozenset[str]) -> Any:
+    """Return a JSON value for a field that can have types of these names.
 
     Raises:
         TypeError: the field cannot hold it.
     """
-    if "float" in declared and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
     name = "None" if value is None else type(value).__name__
-    if name not in declared.replace("float", "float | int").split(" | "):
-        raise TypeError(f"{value!r} is not of type {declared}")
+    if name == "str" and "float" in kinds and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    if name not in kinds:
+        raise TypeError(f"{value!r} is of another type than {sorted(kinds)}")
     if name == "int" and abs(value) >= 2**63:
         raise TypeError(f"{value!r} is out of range")
     return value

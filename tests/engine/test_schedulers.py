@@ -10,7 +10,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
 from elastic_mbs import ElasticMBS, IncompleteBatchError, StepInsideError
-from tests.helpers.steps import Pair, cross_entropy, pairs, through
+from elastic_mbs.testing import InjectOOM
+from tests.helpers.steps import Pair, cross_entropy, elastic, pairs, through
 
 pytestmark = pytest.mark.injectable
 
@@ -111,3 +112,70 @@ def test_a_step_after_the_batch_and_one_over_other_tensors_are_none_of_its_busin
     optimizer.zero_grad()
     assert scheduler.get_last_lr() == [0.25]
     assert own.last_epoch == pieces
+
+
+class Timms:
+    """A scheduler as timm has them: no class of torch, told how many steps have been made."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.updates = optimizer, 0
+
+    def step_update(self, updates: int) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(0.5**updates)
+            else:
+                group["lr"] = 0.5**updates
+
+
+def counting(scheduler: Timms) -> None:
+    scheduler.updates += 1
+    scheduler.step_update(scheduler.updates)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_rate_that_moves_with_each_piece_is_a_named_mistake_and_goes_back(
+    kind: Callable[[float], Any], model: nn.Module, door: int
+) -> None:
+    optimizer = SGD(model.parameters(), lr=kind(1.0))
+    optimizer.step()
+    scheduler = Timms(optimizer)
+
+    def loss_fn(b: Pair) -> Tensor:
+        counting(scheduler)
+        return cross_entropy(model)(b)
+
+    mbs = elastic(model, micro_batch_size=4)
+    mbs.backward(cross_entropy(model), pairs())
+    optimizer.step()
+    with pytest.raises(StepInsideError, match=r"a learning rate went from 0\.5 to 0\.25"):
+        through(door, mbs, loss_fn, pairs())
+    assert float(optimizer.param_groups[0]["lr"]) == 1.0
+    scheduler.updates = 0
+    counting(scheduler)  # before the batch, as it says
+    through(door, mbs, cross_entropy(model), pairs())
+    assert float(optimizer.param_groups[0]["lr"]) == 0.5
+
+
+def test_a_rate_that_every_piece_sets_to_one_value_is_right_after_a_failure_anywhere(
+    model: nn.Module,
+) -> None:
+    optimizer = SGD(model.parameters(), lr=1.0)
+    optimizer.step()
+    scheduler, rates = Timms(optimizer), list[float]()
+    mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
+
+    def loss_fn(b: Pair) -> Tensor:
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step_update(step)
+        return cross_entropy(model)(b)
+
+    batch = pairs()
+    for step in range(1, 12):
+        rates.clear()
+        with InjectOOM(at=[step]):
+            mbs.backward(loss_fn, batch)
+        assert rates[0] == 0.5 ** (step - 1)
+        assert optimizer.param_groups[0]["lr"] == 0.5**step
+        optimizer.step()
+        optimizer.zero_grad()

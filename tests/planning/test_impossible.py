@@ -1,5 +1,6 @@
 """A step that cannot be traced has a report that says why, and trains without a plan."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,36 @@ def test_a_loss_that_needs_values_has_no_plan_and_trains_all_the_same(case: str)
     report = mbs.plan(lambda b: of(model(b[0])), pairs())
     assert why in there(report.reason)
     assert "no plan: " in str(report)
+    assert "Training needs none" in str(report)
     assert (report.sizes, report.largest, report.model) == ((), None, None)
     assert mbs.backward(lambda b: of(model(b[0])), pairs()).partition == ((0, 8),)
+
+
+INSTEAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "item": lambda out: out.mean() * 1.0,
+    "branch": lambda out: out.mean(),
+    "mask": lambda out: out.flatten()[torch.arange(len(out) * 2)].mean(),
+    "numpy": lambda out: out.mean() * 1.0,
+}
+
+
+@pytest.mark.parametrize("case", INSTEAD)
+def test_a_loss_with_a_constant_in_place_of_the_value_is_planned_as_the_reason_says(
+    case: str,
+) -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=8)
+    reason = there(mbs.plan(lambda b: LOSSES[case][0](model(b[0])), pairs()).reason)
+    assert re.search(r"plan with a loss_fn that has (a|indices) .*in its place", reason)
+    assert mbs.plan(lambda b: INSTEAD[case](model(b[0])), pairs()).reason is None
+
+
+def test_an_embedding_is_planned_with_sparse_false_as_the_reason_says() -> None:
+    table = nn.Embedding(8, 2, sparse=True)
+    mbs, batch = elastic(table), torch.arange(4)
+    assert "sparse=False" in there(mbs.plan(lambda b: table(b).mean(), batch).reason)
+    table.sparse = False
+    assert mbs.plan(lambda b: table(b).mean(), batch).reason is None
 
 
 class ReadsValues(torch.optim.SGD):

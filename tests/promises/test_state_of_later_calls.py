@@ -255,3 +255,77 @@ def test_a_list_that_each_piece_fills_and_empties_is_empty_after_a_failure() -> 
         its(batch).backward()
         for ours, wanted in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.allclose(there(ours.grad), there(wanted.grad), rtol=1e-12, atol=1e-14)
+
+
+class Reentrant(nn.Module):
+    """A layer with a flag, a depth and a name that are as before when its forward has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6).double()
+        self.busy, self.depth, self.at, self.late = False, 0, "rest", False
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.busy
+        self.busy, self.depth, self.at = True, self.depth + 1, "in forward"
+        self.since = 1.0  # not there outside of forward
+        out: Tensor = self.inner(x) * self.depth
+        self.busy, self.depth, self.at = False, self.depth - 1, "rest"
+        del self.since
+        if self.late:
+            self.count = getattr(self, "count", 0) + 1
+        return out
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at rest", "and begins to count"])
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+def test_a_flag_that_each_piece_raises_and_lowers_is_lowered_after_a_failure(
+    *, given: bool, late: bool
+) -> None:
+    batch = pairs(8)
+    for inject in every_operation(stride=2, least=15):
+        layer, head = Reentrant(), mlp()
+        model = nn.Sequential(layer, *head) if given else head
+
+        def loss_fn(b: Any, layer: Reentrant = layer, head: nn.Module = head) -> Tensor:
+            return functional.cross_entropy(head(layer(b[0])), b[1])
+
+        mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
+        mbs.backward(loss_fn, batch)
+        model.zero_grad()
+        layer.zero_grad()
+        layer.late = late
+        with inject:
+            result = mbs.backward(loss_fn, batch)
+        assert (layer.busy, layer.depth, layer.at) == (False, 0, "rest"), inject.hits
+        assert not hasattr(layer, "since")
+        assert getattr(layer, "count", 0) == (len(result.partition) if late else 0)
+
+
+class Noted(nn.Module):
+    """A layer that notes its output where a number was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.loss = nn.Linear(6, 6).double(), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = out = self.inner(x)
+        return out
+
+
+def test_an_output_that_a_module_keeps_is_not_kept_alive_until_the_next_piece_ends() -> None:
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(Noted(), *mlp()), list[weakref.ref[Tensor]]()
+
+    def loss_fn(b: Any) -> Tensor:
+        scores = model(b[0])
+        assert all(ref() is None for ref in kept)
+        kept.append(weakref.ref(model[0].loss))
+        return functional.cross_entropy(scores, b[1])
+
+    mbs = elastic(model, micro_batch_size=2)
+    for _ in range(3):
+        mbs.backward(loss_fn, pairs(8))
+        model[0].loss = 0.0
+    assert len(kept) == 12

@@ -67,8 +67,8 @@ def test_a_skimmed_line_counts_as_a_parsed_one() -> None:
     parsed, skimmed = Reader(), Reader()
     for line in lines:
         parsed.feed(line)
-        if skimmed.skim(line) is None:
-            skimmed.feed(line)
+    for begin in range(0, len(lines), 100):
+        skimmed.skim(lines[begin : begin + 100])
     ours, theirs = (next(iter(each.runs.values())).totals for each in (skimmed, parsed))
     for name in ("calls", "samples", "evaluations", "survived", "replayed", "peak", "sizes"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -133,3 +133,27 @@ def test_whole_numbers_out_of_range_are_no_facts_of_an_event() -> None:
     assert run is not None
     assert run.entries[0].event is None
     assert log_reader.plausible(None) is None
+
+
+@pytest.mark.parametrize("block", [1, 3, 1000])
+def test_lines_of_calls_count_the_same_in_blocks_of_any_length(block: int) -> None:
+    odd: list[Event] = [
+        done(key='größe "x" \\ {}'),
+        done(key="", seconds=None, loss=None, peak_reserved=None, peak_allocated=None),
+        done(seconds=2e-5, loss=float("nan"), reserved=None),
+        done(seconds=3.0, loss=1e-9, mode="eval", micro_batch_size=3),
+        done(samples=10**30),
+        failure(),
+    ]
+    lines = [event_line(event, run, 1.0, 1.7e9) for run in "ab" for event in odd * 3]
+    lines[4:4] = [b"torn\n", b"\n", lines[0][:50] + b"\n"]
+    parsed, counted, kept = Reader(), Reader(), Reader()
+    for line in lines:
+        parsed.feed(line)
+    for begin in range(0, len(lines), block):
+        counted.skim(lines[begin : begin + block])
+        kept.thin(lines[begin : begin + block])
+    for run, wanted in parsed.runs.items():
+        for ours in (counted.runs[run].totals, kept.runs[run].totals):
+            for name in vars(wanted.totals).keys() - {"t", "time", "events"}:
+                assert getattr(ours, name) == pytest.approx(getattr(wanted.totals, name)), name

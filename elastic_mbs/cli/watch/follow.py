@@ -84,14 +84,18 @@ class Follower:
 
     def _take(self, lines: list[bytes], *, skim: bool) -> None:
         """Take lines; where many follow, most are only counted (`skim`)."""
-        for line in lines:
-            run = (self._reader.skim(line) if skim else None) or self._reader.feed(line)
-            if run is None:
-                continue
-            self.current = self._states.setdefault(run.id, State(run))
+        if skim:
+            self._reader.skim(lines)
+        else:
+            for line in lines:
+                self._reader.feed(line)
+        for run in self._reader.runs.values():
+            state = self._states.setdefault(run.id, State(run))
             for entry in run.entries:
-                self.current.add(entry)
+                state.add(entry)
             run.entries.clear()
+        if self._reader.latest is not None:
+            self.current = self._states[self._reader.latest.id]
 
 
 class Followers:

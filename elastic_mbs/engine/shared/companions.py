@@ -16,6 +16,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from itertools import repeat
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elastic_mbs.rollback.places import containers_of, plain_of, tensors_of
+from elastic_mbs.rollback.places import Numbers, containers_of, tensors_of
 
 FAR, NEAR = 5_000, 100  # objects that are looked at
 _NUMPYS = {"numpy.random._generator", "numpy.random.mtrand"}
@@ -78,11 +79,11 @@ def can_keep_state(module: nn.Module) -> bool:
     """Return whether a step can change state of a module.
 
     Of torch's own modules a step changes running statistics. A module of the user's can change its
-    buffers, and its attributes that are tensors, containers or numbers.
+    buffers, and its attributes that are tensors, containers, numbers, flags or strings.
     """
     if type(module).__module__.startswith("torch.nn."):
         return "running_mean" in module._buffers
-    numbers = any(type(value) in {int, float} for value in plain_of(module).values())
+    numbers = any(map(isinstance, Numbers.of([module]).values, repeat(int | float | str)))
     return bool(numbers or module._buffers or tensors_of(module) or containers_of(module))
 
 

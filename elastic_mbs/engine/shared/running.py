@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ _thread = threading.local()
 # The calls of all threads: a backward on a GPU has a thread of its own, and an optimizer could step
 # there.
 _running: list[Any] = []
+# The optimizers that have stepped since the first call of the process.
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def running_call() -> Any:
@@ -118,8 +121,14 @@ def _hook_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+def optimizers() -> list[torch.optim.Optimizer]:
+    """Return the optimizers that have stepped since the first call of the process."""
+    return list(_stepped)
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _check_step(optimizer, type(optimizer).__name__)
+    _stepped.add(optimizer)
     for observer in tuple(_observers):  # after the checks: a step that is refused has not begun
         observer.step_begins(optimizer, closure=len(args) > 1 or bool(kwargs))
 
