@@ -235,6 +235,7 @@ class Call:
             # Now, because the monitor's thread needs Python and a backward does not.
             self.resources.monitor.request_reading(rested=True)
         if attempt.differentiable:
+            parts.hooks.check_inputs()
             gradients.prepare(attempt)
             self.phase = Phase.BACKWARD
             gradients.run(attempt, weight)

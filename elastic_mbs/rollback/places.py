@@ -15,11 +15,28 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_mbs.rollback import copies
 
 ABSENT: Any = object()  # hangs where there is nothing
 Key = tuple[int, str]
+
+
+class Changing:
+    """The state of modules that is known to change, as long as the modules are there."""
+
+    def __init__(self) -> None:
+        self._keys = WeakIdKeyDictionary()  # of each module
+
+    def add(self, module: nn.Module, key: Key) -> None:
+        """Take over a place of a module."""
+        self._keys.setdefault(module, set()).add(key)
+
+    def has(self, module: nn.Module, key: Key | None = None) -> bool:
+        """Return whether a place of a module is known to change; without a key, any of them."""
+        keys = self._keys.get(module, ())
+        return bool(keys) if key is None else key in keys
 
 
 class GradientsOf:
