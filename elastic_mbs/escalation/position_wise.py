@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -121,7 +122,7 @@ def _holds_others(value: object) -> bool:
 
 def _is_plain(parameter: nn.Parameter | None) -> bool:
     return parameter is None or (
-        type(parameter) is nn.Parameter
+        type(parameter) in (nn.Parameter, FakeTensor)
         and parameter.layout is torch.strided
         and parameter.is_floating_point()
         and parameter.device.type != "meta"

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.escalation.checkpoint import contexts, is_compiled, modules_of
@@ -122,7 +123,7 @@ class TiledModules:
 def _can_tile(input: Tensor) -> bool:
     return (
         torch.is_grad_enabled()
-        and type(input) is Tensor
+        and type(input) in (Tensor, FakeTensor)
         and input.ndim > 1
         and input.shape[-2] > 1
         and input.is_floating_point()
