@@ -282,6 +282,10 @@ class TokenBudget:
         """True if a sample is longer than the budget."""
         return self.tokens.longest > self.budget
 
+    def holds(self, at: int, samples: int) -> bool:
+        """Return whether so many samples from `at` on may be a piece."""
+        return self.tokens.most(at, self.budget) >= samples
+
     def balanced(self, cut: Callable[[Most], Partition]) -> Partition:
         """Return the pieces under the smallest budget that makes no more of them.
 

@@ -50,7 +50,7 @@ class Schedule:
         self._reduction = reduction
         self._minimum, self._align = minimum, align  # of a piece's length, in samples
         self._costs = costs
-        self._budget = budget
+        self.budget = budget
         self._most = counts.n  # samples of a piece
         # The size at which the budget is the only limit, in samples.
         self.largest = counts.n if costs is None else costs.samples
@@ -89,13 +89,13 @@ class Schedule:
         costs = self._costs
         if costs is None:
             return partition(start, stop, size, minimum=minimum, align=align)
-        if self._budget is None:
+        if self.budget is None:
             return costs.partition(
                 start, stop, size, lambda at: self._most, minimum=minimum, align=align
             )
         if size >= self.largest:
             size = NO_LIMIT
-        return self._budget.balanced(
+        return self.budget.balanced(
             lambda most: costs.partition(start, stop, size, lambda at: min(most(at), self._most))
         )
 

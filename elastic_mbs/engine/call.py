@@ -233,6 +233,7 @@ class Call:
             # Now, because the monitor's thread needs Python and a backward does not.
             self.resources.monitor.request_reading(rested=True)
         if attempt.differentiable:
+            parts.hooks.check_inputs()
             gradients.prepare(attempt)
             self.phase = _BACKWARD
             gradients.run(attempt, weight)

@@ -31,6 +31,7 @@ from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import UsageError
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks, is_compiled
+from elastic_mbs.escalation.inputs import Inputs
 from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.escalation.largest import (
     LargestTensors,
@@ -161,6 +162,7 @@ class AttemptHooks:
         self._progress = progress
         self._other_layers = other_layers
         self._position_wise = position_wise
+        self._inputs = Inputs()  # of modules that run again in backward
         self._running: list[Attempt] = []  # one at most; shared with the table
         self._seen = list[Headroom | None]()  # the memory as it was seen in the running attempt
         self._largest: LargestTensors | None = None
@@ -179,12 +181,13 @@ class AttemptHooks:
         if "checkpoint" in used:
             roots = self._resources.model.roots
             count = used["checkpoint"].blocks
-            hooks.append(CheckpointedBlocks(roots, self._resources.streams, count))
+            hooks.append(CheckpointedBlocks(roots, self._resources.streams, count, self._inputs))
         if "logits" in used and not any(map(is_compiled, self._resources.model.modules)):
             hooks.append(ChunkedLogits(self._other_layers, self._free))
         if "tile" in used:
             roots, streams = self._resources.model.roots, self._resources.streams
-            hooks.append(TiledModules(roots, streams, self._position_wise, self._free))
+            verdicts, inputs = self._position_wise, self._inputs
+            hooks.append(TiledModules(roots, streams, verdicts, self._free, inputs))
         if self._resources.settings.gradients.draws == "sample":
             hooks.append(_Draws(self._resources, self._running, self._start))
         if fault_injector is not None:
@@ -243,9 +246,18 @@ class AttemptHooks:
         for hook in self._hooks:
             hook.__enter__()
 
+    def check_inputs(self) -> None:
+        """Refuse to run backward where a module that runs again has other inputs than in forward.
+
+        Raises:
+            ReplayUnsafeError: an input was edited in place.
+        """
+        self._inputs.check(self.table)
+
     def end(self) -> None:
         """Take the hooks away. Can be repeated."""
         self._running.clear()
+        self._inputs.clear()
         for hook in reversed(self._hooks):
             hook.__exit__(None, None, None)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.errors import ReplayUnsafeError
+from elastic_mbs.escalation.inputs import Inputs
 from elastic_mbs.rollback.places import Contents, containers_of
 from elastic_mbs.rollback.random_streams import RandomStreams, StreamState
 
@@ -41,13 +42,18 @@ class CheckpointedBlocks:
         roots: the models.
         streams: the random streams that blocks can draw from.
         count: how many blocks are checkpointed; None for all.
+        inputs: takes note of what the blocks are given.
 
     Attributes:
         blocks: the blocks that are.
     """
 
     def __init__(
-        self, roots: Iterable[nn.Module], streams: RandomStreams, count: int | None = None
+        self,
+        roots: Iterable[nn.Module],
+        streams: RandomStreams,
+        count: int | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         modules = modules_of(roots)
         # checkpointing does not go with torch.compile, which recomputes by rules of its own
@@ -56,6 +62,8 @@ class CheckpointedBlocks:
         self.blocks = every[:count]
         left = [] if count is None else every[count:]
         self._streams = streams
+        self._inputs = inputs or Inputs()
+        self._offering = set(asked)  # blocks of one without layers that have a flag: not run again
         self._asked = [_Asked(module, self._how(()), left) for module in asked]
         self._patched: list[tuple[nn.Module, Attributes]] = []  # with what was there before
 
@@ -78,8 +86,13 @@ class CheckpointedBlocks:
                 if self._asked
                 else partial(checkpoint, block.forward, **self._how(block.modules()))
             )
-            block.forward = partial(_run_unchanged, block, run)
+            block.forward = partial(self._run, block, run)
         return self
+
+    def _run(self, block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if block not in self._offering:
+            self._inputs.note(block, args, kwargs)
+        return _run_unchanged(block, run, *args, **kwargs)
 
     def __exit__(
         self,

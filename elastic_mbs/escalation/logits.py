@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -281,7 +282,7 @@ class ChunkedLogits(TorchFunctionMode):
         nbytes = input.numel() // max(1, features) * classes * dtype.itemsize
         if (
             isinstance(input, LazyLogits)
-            or type(input) is not Tensor
+            or type(input) not in (Tensor, FakeTensor)
             or not torch.is_grad_enabled()
             or classes <= features
             or nbytes < SMALL
@@ -371,8 +372,12 @@ def chunked_cross_entropy(
     total = torch.stack(losses).sum()
     if reduction == "sum":
         return total
-    counted = target[target != ignore_index]
-    return total / (counted.numel() if weight is None else weight[counted].sum())
+    counts = target != ignore_index
+    if weight is None:  # in a type that has all whole numbers
+        terms = counts.sum().to(torch.promote_types(total.dtype, torch.float32))
+    else:
+        terms = (weight[target.where(counts, 0)] * counts).sum()
+    return (total / terms).to(total.dtype)
 
 
 # ---------------------------------------------------------------------- steps that are put off

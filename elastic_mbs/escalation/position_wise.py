@@ -20,13 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify
 from elastic_mbs.rollback.random_streams import RandomStreams
 
 TILES = (1, 5, 11, 7)  # positions of each tile of the trial
+MOST = 8  # trials of a module: one that is different in each call would never be known
 TOLERANCE = 1e-10  # of the largest value; a module that mixes positions is off by 1
 _SEED = 0
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -69,9 +72,12 @@ class PositionWise:
 
     def __init__(self) -> None:
         self._verdicts: dict[Hashable, Kept | None] = {}
+        self._trials = WeakIdKeyDictionary()  # of each module
 
     def kept(self, module: nn.Module, input: Tensor, streams: RandomStreams) -> Kept | None:
         """Return the bytes that a position takes inside a module; None if it is not position-wise.
+
+        None, too, for a module with attributes that were others in each of its trials.
 
         Args:
             module: a module that `may_be_position_wise`.
@@ -83,7 +89,11 @@ class PositionWise:
         """
         key = (_structure(module), input.ndim, *_shape(input))
         if key not in self._verdicts:
+            trials = self._trials.get(module, 0)
+            if trials == MOST:
+                return None
             self._verdicts[key] = _tried(module, _shape(input), streams)
+            self._trials[module] = trials + 1
         return self._verdicts[key]
 
 
@@ -112,7 +122,7 @@ def _holds_others(value: object) -> bool:
 
 def _is_plain(parameter: nn.Parameter | None) -> bool:
     return parameter is None or (
-        type(parameter) is nn.Parameter
+        type(parameter) in (nn.Parameter, FakeTensor)
         and parameter.layout is torch.strided
         and parameter.is_floating_point()
         and parameter.device.type != "meta"

@@ -18,9 +18,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.escalation.checkpoint import contexts, is_compiled, modules_of
+from elastic_mbs.escalation.inputs import Inputs
 from elastic_mbs.escalation.position_wise import PositionWise, may_be_position_wise
 from elastic_mbs.rollback.random_streams import RandomStreams
 
@@ -39,6 +41,7 @@ class TiledModules:
         streams: the random streams that modules can draw from; those that do are left alone.
         verdicts: the knowledge which modules are position-wise.
         free: returns the bytes that are free, or None where that is not known.
+        inputs: takes note of what the modules are given.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class TiledModules:
         streams: RandomStreams,
         verdicts: PositionWise,
         free: Callable[[], int | None],
+        inputs: Inputs,
     ) -> None:
         modules = modules_of(roots)
         compiled = any(map(is_compiled, modules))
@@ -54,6 +58,7 @@ class TiledModules:
         self._streams = streams
         self._verdicts = verdicts
         self._free = free
+        self._inputs = inputs
         self._within: set[nn.Module] = set()  # modules below those that have run in tiles
         self._patched: list[tuple[nn.Module, Any]] = []  # with the forward that it had of its own
 
@@ -88,6 +93,7 @@ class TiledModules:
         tiles = self._tiles(module, input)
         if tiles == 1:
             return run(input)
+        self._inputs.note(module, input)
         layers = list(module.modules())
         self._within.update(layers[1:])
         size = -(-input.shape[-2] // tiles)
@@ -117,7 +123,7 @@ class TiledModules:
 def _can_tile(input: Tensor) -> bool:
     return (
         torch.is_grad_enabled()
-        and type(input) is Tensor
+        and type(input) in (Tensor, FakeTensor)
         and input.ndim > 1
         and input.shape[-2] > 1
         and input.is_floating_point()

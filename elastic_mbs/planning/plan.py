@@ -16,16 +16,25 @@ from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import ElasticMBSError, UsageError
+from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.escalation.largest import Origin, names_of, origin_of_error
 from elastic_mbs.memory import Headroom, oom
 from elastic_mbs.planning import kept
 from elastic_mbs.planning.fakes import Fakes, storage_bytes
-from elastic_mbs.planning.lines import Lines, lines_of
+from elastic_mbs.planning.lines import Lines, Trace, lines_of
 from elastic_mbs.planning.outside import Outside
 from elastic_mbs.planning.report import PlannedSize, PlannedWay, PlanReport
 from elastic_mbs.planning.timeline import OpaqueKernelError, SparseError
 from elastic_mbs.planning.trace import Tracer, UntraceableStepError
-from elastic_mbs.planning.ways import Known, NoWayError, Way, seconds_to_move, weighed
+from elastic_mbs.planning.ways import (
+    NONE,
+    NOTHING,
+    Known,
+    NoWayError,
+    seconds_to_move,
+    ways_of,
+    weighed,
+)
 
 _REASONS: dict[type[Exception], str] = {
     fake_tensor.DataDependentOutputException: "loss_fn reads the value of a tensor (.item(), `if "
@@ -113,9 +122,8 @@ def _trace(
     with tracer.fakes.inside(context.model.modules):
         floor = context.settings.policy.limits.floor
         lines = lines_of(partial(tracer.piece, count=compare), floor, view.worth, view.elements)
-        ways = {
-            way: _lines_of(way, tracer, floor) for way in (Way.OFFLOAD, Way.CHECKPOINT) if compare
-        }
+        every = ways_of(context.model.modules) if compare else []
+        ways = {way: _lines_of(way, tracer, floor, lines.largest) for way in every}
         state, step = (0, 0) if optimizer is None else tracer.step(optimizer)
     return _Traced(context, view, optimizer, lines, ways, state, step)
 
@@ -145,16 +153,25 @@ def _check_nothing_kept(mark: object, error: ElasticMBSError | None = None) -> N
     error.add_note(f"elastic_mbs: {text}")
 
 
-def _lines_of(way: Way, tracer: Tracer, floor: int) -> Lines | str:
-    """Return the lines of pieces made in this way, or the reason why there are none."""
+def _lines_of(way: Step, tracer: Tracer, floor: int, none: Trace) -> Lines | str:
+    """Return the lines of pieces made in this way, or the reason why there are none.
+
+    Args:
+        way: the way.
+        tracer: makes the traces.
+        floor: samples of the smallest piece.
+        none: the largest piece that was traced without any way.
+    """
     samples = tracer.view.worth
     try:  # from half the batch on: some tensors of a small piece are too small to be moved
-        return lines_of(
+        found = lines_of(
             partial(tracer.piece, way=way, count=True),
             max(floor, samples // 2),
             samples,
             tracer.view.elements,
         )
+        same = found.largest.operations == none.operations and way.rung in NOTHING
+        return NOTHING[way.rung] if same else found
     except (ElasticMBSError, NoWayError) as error:
         return str(error)
     except Exception as error:
@@ -178,7 +195,7 @@ class _Traced:
     view: BatchView
     optimizer: Optimizer | None
     lines: Lines
-    ways: Mapping[Way, Lines | str]
+    ways: Mapping[Step, Lines | str]
     state: int  # bytes of the optimizer's state, once it is there
     step: int  # bytes at the peak of its step beyond state and gradients
 
@@ -226,9 +243,7 @@ class _Traced:
         """Return every way with its cost; empty unless ways were traced."""
         known = Known(
             time,
-            seconds_to_move(self.context.devices[0])
-            if time is not None and Way.OFFLOAD in self.ways
-            else None,
+            seconds_to_move(self.context.devices[0]) if time is not None and self.ways else None,
         )
         of = partial(
             weighed,
@@ -237,18 +252,25 @@ class _Traced:
             before=self._pieces(largest),
             known=known,
         )
-        found = (
-            [of(Way.NONE, trace=self.lines.largest, largest=largest, pieces=self._pieces(largest))]
-            if self.ways
-            else []
-        )
-        for way, lines in self.ways.items():
+        found = list[PlannedWay]()
+        every = {NONE: self.lines, **self.ways} if self.ways else {}
+        for way, lines in every.items():
             if isinstance(lines, str):
-                found.append(PlannedWay(way.value, reason=lines))
-            else:
-                size = self._largest(self._model(lines, held, step), usable)
-                found.append(of(way, trace=lines.largest, largest=size, pieces=self._pieces(size)))
+                found.append(PlannedWay(str(way), reason=lines))
+                continue
+            model = self._model(lines, held, step)
+            size = largest if way == NONE else self._largest(model, usable)
+            peak = self._least(model)
+            found.append(
+                of(way, trace=lines.largest, largest=size, pieces=self._pieces(size), peak=peak)
+            )
         return tuple(found)
+
+    def _least(self, model: PeakModel) -> int | None:
+        """Return the peak of the smallest piece, in bytes; None where it is not known."""
+        floor = min(self.context.settings.policy.limits.floor, self.view.worth)
+        peak = model.predict(floor * self.view.elements, first=self._is_first(floor))
+        return None if peak is None else round(peak)
 
     def _pieces(self, size: int) -> int:
         return self.context.settings.policy.limits.pieces(self.view.worth, size) if size else 0

@@ -44,8 +44,8 @@ class PlannedWay:
     """A way to run pieces: as they are, or with less memory and more time.
 
     Attributes:
-        name: "none", "offload" (saved tensors wait on the host) or "checkpoint" (blocks run again
-            in backward).
+        name: "none", or a step of `RecoveryOptions.escalate` by itself: "logits", "checkpoint (2
+            of 8 blocks)", "tile", "offload".
         largest: the largest size that fits, in samples; 0 if none does.
         pieces: their number in the batch.
         work: multiplications and additions of a sample, as a multiple of those of "none"; None if
@@ -54,9 +54,11 @@ class PlannedWay:
         seconds: time of a call on the batch in these pieces: the measured γ times `work`, the
             measured δ times the operations, and the copies of `moved`; None while γ and δ are not
             known.
-        pays: the least overhead of a piece (δ/γ, in samples) at which "checkpoint" is faster than
-            "none"; None if it never is, and for the other ways.
-        reason: why this way is impossible; None if it is possible.
+        pays: the least overhead of a piece (δ/γ, in samples) at which this way is faster than
+            "none"; None if it never is, and for "none" and "offload".
+        reason: why this way is impossible, or changes nothing; None if it is possible.
+        peak: bytes at the highest point with the smallest piece, before any margin. Chunks and
+            tiles are made smaller still where memory is short.
     """
 
     name: str
@@ -67,6 +69,7 @@ class PlannedWay:
     seconds: float | None = None
     pays: float | None = None
     reason: str | None = None
+    peak: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,13 +133,14 @@ class PlanReport:
 
     def _comparison(self) -> list[str]:
         """Return the table of ways, with the fastest."""
-        rows = [["way", "largest", "pieces", "work", "moved", "seconds"]]
+        rows = [["way", "smallest needs", "largest", "pieces", "work", "moved", "seconds"]]
         notes = []
         for way in self.ways:
             work = "?" if way.work is None else f"{way.work:.2f} x"
             rows.append(
                 [
                     way.name,
+                    "?" if way.peak is None else format_bytes(way.peak),
                     str(way.largest),
                     str(way.pieces),
                     work,
@@ -145,7 +149,7 @@ class PlanReport:
                 ]
             )
             if way.reason is not None:
-                rows[-1][1:] = 5 * ["-"]
+                rows[-1][1:] = 6 * ["-"]
                 notes.append(f"{way.name}: {way.reason}")
             elif way.pays is not None:
                 notes.append(
@@ -157,7 +161,28 @@ class PlanReport:
             if any(way.largest for way in self.ways)
             else "not even the smallest size fits"
         )
-        return [*_table(rows), *notes, f"fastest: {self.fastest or unknown}"]
+        return [*_table(rows), *notes, f"fastest: {self._choice() or unknown}"]
+
+    def _choice(self) -> str | None:
+        """Return the fastest way and why it is; None where it is not known."""
+        chosen = next((way for way in self.ways if way.name == self.fastest), None)
+        if chosen is None:
+            return None
+        none, fitting = self.ways[0], [way for way in self.ways if way.largest]
+        if chosen is none and none.pieces == 1:
+            why = "the batch fits whole, and no other way has less work"
+        elif len(fitting) == 1:
+            why = "nothing else fits"
+        elif chosen is none:
+            why = f"{none.pieces} pieces cost less than the work or the copies of any other way"
+        elif not none.largest:
+            why = "the least time of the ways that fit; as it is, not even the smallest piece does"
+        else:
+            why = (
+                f"{_pieces(chosen)} in {_in_words(chosen.seconds)} s, and as it is "
+                f"{_pieces(none)} in {_in_words(none.seconds)} s"
+            )
+        return f"{chosen.name} ({why})"
 
     def _verdict(self) -> str:
         if self.capacity is None or self.usable is None:
@@ -167,6 +192,10 @@ class PlanReport:
             f"batch of {self.samples}; {format_bytes(self.usable)} of "
             f"{format_bytes(self.capacity)} may be used: {fit}"
         )
+
+
+def _pieces(way: PlannedWay) -> str:
+    return f"{way.pieces} piece{'s' * (way.pieces > 1)}"
 
 
 def _in_words(seconds: float | None) -> str:

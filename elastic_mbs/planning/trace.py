@@ -21,6 +21,7 @@ from elastic_mbs.batch.loss_terms import check_graph, read_losses, weighted_sum
 from elastic_mbs.batch.transfer import to_device
 from elastic_mbs.batch.view import BatchView, map_tensors
 from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.optimizer.known import is_independent
 from elastic_mbs.optimizer.reach import Reach
 from elastic_mbs.planning.fakes import Fakes, step_of, storage_bytes
@@ -28,7 +29,7 @@ from elastic_mbs.planning.interrupts import held_back
 from elastic_mbs.planning.lines import Trace
 from elastic_mbs.planning.timeline import Timeline
 from elastic_mbs.planning.values import Values
-from elastic_mbs.planning.ways import Way, made
+from elastic_mbs.planning.ways import NONE, made
 from elastic_mbs.planning.work import flops_of
 from elastic_mbs.rollback.graph import drop_unrun, walk
 
@@ -47,7 +48,7 @@ class Tracer:
     loss_fn: Callable[[Any], Any]
     fakes: Fakes
 
-    def piece(self, size: int, way: Way = Way.NONE, *, count: bool = False) -> Trace:
+    def piece(self, size: int, way: Step = NONE, *, count: bool = False) -> Trace:
         """Trace a piece of `size` into empty gradients, which stay.
 
         With `count` the work is counted.
@@ -55,7 +56,7 @@ class Tracer:
         with held_back():
             return self._piece(size, way, count=count)
 
-    def _piece(self, size: int, way: Way, *, count: bool) -> Trace:
+    def _piece(self, size: int, way: Step, *, count: bool) -> Trace:
         values = Values(self.fakes.mode)
         counter = flops_of if count else None
         timeline = Timeline(self.context.devices[0], self.fakes.mode, counter, values=values)

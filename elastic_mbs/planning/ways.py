@@ -1,4 +1,4 @@
-"""Ways to save memory and their time: none, saved tensors on the host, or blocks run again.
+"""Ways to save memory and their time: none, and each step of `RecoveryOptions.escalate` by itself.
 
 PAPAYA (arXiv 2303.14633): C bytes may be used, and a piece of m samples takes α·m + β bytes and
 γ·m + δ seconds. A way that has α′ and γ′ instead is faster exactly if its P-score
@@ -11,34 +11,50 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.engine.shared.resources import Resources
-from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
+from elastic_mbs.escalation.checkpoint import CheckpointedBlocks, checkpointable, is_compiled
+from elastic_mbs.escalation.inputs import Inputs
+from elastic_mbs.escalation.ladder import Step, steps_of
+from elastic_mbs.escalation.logits import ChunkedLogits, OtherLayers
 from elastic_mbs.escalation.offload import HostSlot, OffloadedTensors
+from elastic_mbs.escalation.position_wise import Kept, PositionWise
+from elastic_mbs.escalation.tile import TiledModules
 from elastic_mbs.memory.budget import on_host
+from elastic_mbs.options import RUNGS
 from elastic_mbs.planning.lines import Trace
 from elastic_mbs.planning.report import PlannedWay
 from elastic_mbs.planning.timeline import Timeline
+from elastic_mbs.rollback.random_streams import RandomStreams
 from elastic_mbs.rollback.saved_tensors import Slot
 
 COPIED = 4 * 2**20  # bytes of the copies that are timed
 COPIES = 5
 
 
-class Way(StrEnum):
-    """A way to run a piece."""
+NONE = Step("none")
 
-    NONE = "none"
-    OFFLOAD = "offload"
-    CHECKPOINT = "checkpoint"
+NOTHING = {
+    "logits": "the step has no large linear layer whose output goes to a mean or summed "
+    "cross-entropy alone",
+    "tile": "no module with parameters keeps much and is position-wise",
+}
+"""The reasons why a way changes nothing."""
+
+
+def ways_of(modules: Sequence[nn.Module]) -> list[Step]:
+    """Return every step of `RecoveryOptions.escalate` that a model could take."""
+    blocks = len(checkpointable(modules))
+    steps = {rung: list(steps_of(rung, lambda: blocks)) or [Step(rung)] for rung in RUNGS}
+    return [step for rung in RUNGS for step in steps[rung]]
 
 
 class NoWayError(Exception):
@@ -78,23 +94,45 @@ class _Moved(OffloadedTensors):
         return slot
 
 
+class _TriedAside(PositionWise):
+    """Verdicts on modules of fakes, which are tried with real tensors."""
+
+    def kept(self, module: nn.Module, input: Tensor, streams: RandomStreams) -> Kept | None:
+        with _disable_current_modes():
+            return super().kept(module, input, streams)
+
+
+def _unknown() -> None:
+    """Return no free memory: chunks and tiles have the size that they have by themselves."""
+
+
 @contextmanager
-def made(way: Way, context: Resources, data: Any, timeline: Timeline) -> Iterator[_Moved | None]:
+def made(way: Step, context: Resources, data: Any, timeline: Timeline) -> Iterator[_Moved | None]:
     """Make a piece inside the block in this way."""
-    if way is Way.OFFLOAD:
+    if way.rung == "offload":
         with _Moved(context, data, timeline) as moved:
             yield moved
-    elif way is Way.CHECKPOINT:
-        blocks = CheckpointedBlocks(context.model.roots, context.streams)
-        if not blocks.blocks:
+        return
+    with _rung(way, context):
+        yield None
+
+
+def _rung(way: Step, context: Resources) -> AbstractContextManager[object]:
+    model = context.model
+    if way.rung in NOTHING and any(map(is_compiled, model.modules)):
+        raise NoWayError("the model is compiled")
+    if way.rung == "logits":
+        return ChunkedLogits(OtherLayers(), _unknown)
+    if way.rung == "tile":
+        return TiledModules(model.roots, context.streams, _TriedAside(), _unknown, Inputs())
+    if way.rung == "checkpoint":
+        if not way.of:
             raise NoWayError(
                 "the model has no blocks: no gradient_checkpointing_enable(), no nn.ModuleList, "
                 "no nn.Sequential"
             )
-        with blocks:
-            yield None
-    else:
-        yield None
+        return CheckpointedBlocks(model.roots, context.streams, way.blocks)
+    return nullcontext()
 
 
 def seconds_to_move(device: torch.device) -> float | None:
@@ -116,7 +154,7 @@ def seconds_to_move(device: torch.device) -> float | None:
 
 
 def weighed(
-    way: Way,
+    way: Step,
     *,
     trace: Trace,
     none: Trace,
@@ -125,11 +163,12 @@ def weighed(
     pieces: int,
     before: int,
     known: Known,
+    peak: int | None = None,
 ) -> PlannedWay:
     """Return the gain and cost of one way compared with none.
 
     Its largest pieces cut the batch into `pieces`, 0 if none fits; without any way there would be
-    `before`.
+    `before`. Its smallest piece has this `peak`, in bytes.
     """
     work = trace.flops / trace.size / (none.flops / none.size) if none.flops else None
     calls = len(trace.operations) / len(none.operations)
@@ -145,4 +184,4 @@ def weighed(
         seconds = per_sample * samples + known.time[1] * calls * pieces
     if pieces and work is not None and not moved and (fewer := before - calls * pieces) > 0:
         pays = samples * (work - 1) / fewer
-    return PlannedWay(way.value, largest, pieces, work, round(moved), seconds, pays)
+    return PlannedWay(str(way), largest, pieces, work, round(moved), seconds, pays, peak=peak)

@@ -13,7 +13,7 @@ from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.errors import CountError, ElasticMBSError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.memory import oom
-from elastic_mbs.rehearsal.samples import Signs
+from elastic_mbs.rehearsal.samples import Signs, TooManyTokensError
 from elastic_mbs.rehearsal.verify import VerifyReport, verify
 
 TRIES = 3  # of a comparison that finds no room, or no label
@@ -75,8 +75,8 @@ class FirstSplit:
             if report.ok:
                 return ""
             return "; ".join(report.findings) if report.compared else None
-        except CountError:  # none of the samples counts: those of another batch will
-            return None
+        except (CountError, TooManyTokensError):  # none of the samples counts, or they are too long
+            return None  # those of another batch will do
         except Exception as error:
             verdict = oom.classify(error, self._resources.settings.recovery.is_oom)
             problem = f"{type(error).__name__}: {error}"
@@ -94,7 +94,8 @@ class FirstSplit:
 
     def _compare(self, parts: CallParts, loss_fn: LossFn) -> VerifyReport:
         batch = parts.batch
-        signs = Signs(batch.view, batch.counts, self._resources.settings.limits)
+        limits = self._resources.settings.limits
+        signs = Signs(batch.view, batch.counts, limits, parts.progress.schedule.budget)
         least = min(parts.progress.size, _FEW)  # as many as fit for sure
         report = self._verify(parts, loss_fn, signs.fewest(least, _FEW))
         if report.ok:

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.pieces import TokenBudget
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.policy import Limits
 
 MANY = 1 << 24  # elements of a tensor that is not looked at
 _SAMPLES = 4096  # that are looked at, of a batch
+
+
+class TooManyTokensError(Exception):
+    """Two pieces of any samples have more tokens than may be taken."""
 
 
 class Signs:
@@ -22,15 +27,22 @@ class Signs:
     A mean over labels is the mean over samples where all have as many of them.
     """
 
-    def __init__(self, view: BatchView, counts: Counts, limits: Limits) -> None:
+    def __init__(
+        self,
+        view: BatchView,
+        counts: Counts,
+        limits: Limits,
+        budget: TokenBudget | None = None,
+    ) -> None:
         """Read the signs of each sample.
 
         Args:
             view: the batch.
             counts: its loss terms.
             limits: the pieces that are allowed.
+            budget: the most tokens that are taken; None where there is no limit.
         """
-        self._counts, self._limits = counts, limits
+        self._counts, self._limits, self._budget = counts, limits, budget
         self._length = min(view.length, _SAMPLES)
         shares = [str(counts.weights(i, i + 1)) for i in range(self._length)]
         each: list[Sequence[object]] = [shares, *_signs(view)]
@@ -42,9 +54,7 @@ class Signs:
         Args:
             samples: how many to take, if they make two pieces at least.
         """
-        limits = self._limits
-        count = max(2 * limits.floor, samples // limits.align * limits.align)
-        return self._best(min(count, self._length))[:2]
+        return self._most(samples)[:2]
 
     def fewest(self, least: int, most: int) -> tuple[int, int]:
         """Return the first, and the number, of the fewest neighbours that tell as much as any.
@@ -53,16 +63,36 @@ class Signs:
             least: how many to take at least.
             most: how many to take at most, if they make two pieces at least.
         """
-        align = self._limits.align
-        count = max(2 * self._limits.floor, least // align * align)
-        start, count, told = self._best(min(count, self._length))
+        start, count, told = self._most(least)
         while told < len(self._signs) and count * 2 <= min(most, self._length):
+            if not self._starts(count * 2):
+                break
             start, count, told = self._best(count * 2)
         return start, count
 
-    def _best(self, samples: int) -> tuple[int, int, int]:
-        """Return the first of the neighbours that tell the most, their number, and how much."""
+    def _most(self, samples: int) -> tuple[int, int, int]:
+        """Return the best of the most neighbours, up to `samples`, that may be taken."""
+        align, least = self._limits.align, 2 * self._limits.floor
+        count = min(max(least, samples // align * align), self._length)
+        while count - align >= least and not self._starts(count):
+            count -= align
+        return self._best(count)
+
+    def _starts(self, samples: int) -> list[int]:
+        """Return where so many neighbours can start."""
         starts = range(0, self._length - samples + 1, self._limits.align)
+        budget = self._budget
+        return [at for at in starts if budget is None or budget.holds(at, samples)]
+
+    def _best(self, samples: int) -> tuple[int, int, int]:
+        """Return the first of the neighbours that tell the most, their number, and how much.
+
+        Raises:
+            TooManyTokensError: no neighbours may be taken together.
+        """
+        starts = self._starts(samples)
+        if not starts:
+            raise TooManyTokensError
         told = [
             sum(len(set(signs[at : at + samples])) > 1 for signs in self._signs)
             if any(self._counts.weights(at, at + samples).values())

@@ -23,6 +23,7 @@ from elastic_mbs.rollback.places import (
     CONTAINERS,
     NOTHING,
     NOWHERE,
+    Changing,
     Contents,
     GradientsOf,
     Key,
@@ -114,7 +115,7 @@ class BufferCopies:
             on_host: gives a context in which memory of the host is made.
         """
         self._on_host = on_host
-        self._changing: set[Key] = set()  # places, containers, and modules with changing numbers
+        self._changing = Changing()  # places, containers, and modules with changing numbers
         self._learned: set[object] = set()
         self._unproven: set[Key] = set()  # attributes that the latest first clean piece has made
         self._made_in_call: set[Key] = set()  # the ones of the running call
@@ -200,13 +201,13 @@ class BufferCopies:
 
     def _look(self, layout: _Layout) -> _Layout:
         """Find out which state of the layout's modules changes."""
-        known, learned = (layout.key, layout.modes) in self._learned, self._changing
+        known, learned = (layout.key, layout.modes) in self._learned, self._changing.has
         changing, still = list[Place](), list[Place]()
         for module in layout.modules:
             beside = id(module) in layout.beside
             for place in _places_of(module):
                 # In a first call it is not known yet whether modules that were not given run.
-                if place.key in learned or ((known or not beside) and _always_changes(place)):
+                if learned(module, place.key) or ((known or not beside) and _always_changes(place)):
                     changing.append(place)
                 elif (
                     not known
@@ -238,12 +239,13 @@ class BufferCopies:
         """
         if len(vars(module).get(name, ())) <= _LONG:
             return True
-        return id(module) in layout.beside or (id(vars(module)), name) in self._changing
+        key = id(vars(module)), name
+        return id(module) in layout.beside or self._changing.has(module, key)
 
     def changes(self, module: nn.Module) -> bool:
         """Return whether state of this module is known to change."""
         keys = {id(module._buffers), id(module._parameters), id(vars(module))}
-        return any(owner in keys for owner, _ in self._changing | self._unproven)
+        return self._changing.has(module) or any(owner in keys for owner, _ in self._unproven)
 
     def _kept(self, layout: _Layout, new: frozenset[int]) -> Snapshot:
         """Return the state that is not known to change; in a first call with its values.
@@ -331,7 +333,8 @@ class BufferCopies:
         moved |= switched(still, moved)
         found = [still.places.all[i] for i in sorted(moved - self._moved) if is_state(still, i)]
         new = Places.of([*found, *made])
-        self._changing |= new.keys()
+        for place in new.all:
+            self._changing.add(place.module, place.key)
         self._learned.add((layout.key, layout.modes))
         # The next call looks again.
         self._layout = replace(
@@ -348,8 +351,11 @@ class BufferCopies:
     def _learn_attributes(self) -> None:
         """Learn which numbers and containers the first clean piece has changed."""
         start = self._piece or NOTHING
-        self._changing |= start.numbers.changed()
-        self._changing.update(each.key for each in start.containers if each.changed())
+        for module in start.numbers.changed():
+            self._changing.add(module, (id(vars(module)), ""))
+        for each in start.containers:
+            if each.changed():
+                self._changing.add(each.module, each.key)
 
     def _late(self) -> tuple[Snapshot, list[tuple[nn.Module, str]]]:
         """Return the tensors and the containers in attributes that a first clean piece has made."""
@@ -358,7 +364,8 @@ class BufferCopies:
             place for place in made if isinstance(vars(place.module)[place.name], Tensor)
         )
         containers = [(each.module, each.name) for each in made if each not in late.all]
-        self._changing.update((id(vars(module)), name) for module, name in containers)
+        for module, name in containers:
+            self._changing.add(module, (id(vars(module)), name))
         tensors = late.hanging()
         kept = [self._host_copy(tensor) if copyable(tensor) else None for tensor in tensors]
         return NOTHING._replace(

@@ -15,11 +15,28 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_mbs.rollback import copies
 
 ABSENT: Any = object()  # hangs where there is nothing
 Key = tuple[int, str]
+
+
+class Changing:
+    """The state of modules that is known to change, as long as the modules are there."""
+
+    def __init__(self) -> None:
+        self._keys = WeakIdKeyDictionary()  # of each module
+
+    def add(self, module: nn.Module, key: Key) -> None:
+        """Take over a place of a module."""
+        self._keys.setdefault(module, set()).add(key)
+
+    def has(self, module: nn.Module, key: Key | None = None) -> bool:
+        """Return whether a place of a module is known to change; without a key, any of them."""
+        keys = self._keys.get(module, ())
+        return bool(keys) if key is None else key in keys
 
 
 class GradientsOf:
@@ -274,15 +291,18 @@ class Numbers(NamedTuple):
             values = [value if isinstance(value, PLAIN) else ABSENT for value in values]
         return self._replace(values=values)
 
-    def changed(self) -> set[Key]:
-        """Return the keys of the modules with another number, or with a new one."""
+    def changed(self) -> list[nn.Module]:
+        """Return the modules with another number, or with a new one."""
         moved = {
             id(owner)
             for owner, name, value in zip(self.owners, self.names, self.values, strict=True)
             if value is not ABSENT and not _is_same(owner.get(name, ABSENT), value)
         }
-        grown = (own for own, size in zip(self.own, self.sizes, strict=True) if _new(own, size))
-        return {(owner, "") for owner in moved.union(map(id, grown))}
+        return [
+            module
+            for module, own, size in zip(self.modules, self.own, self.sizes, strict=True)
+            if id(own) in moved or _new(own, size)
+        ]
 
     def put_back(self) -> None:
         """Put every number back, and remove new ones."""

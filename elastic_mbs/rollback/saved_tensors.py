@@ -25,6 +25,12 @@ class Slot:
         self.tensor: torch.Tensor | None = tensor.detach()
         self.version = -1 if tensor.is_inference() else tensor._version
 
+    @property
+    def edited(self) -> bool:
+        """True if the tensor was edited in place since it was saved."""
+        tensor = self.tensor
+        return tensor is not None and self.version >= 0 and tensor._version != self.version
+
     def get(self) -> torch.Tensor:
         """Return the tensor, for backward."""
         tensor = self.tensor
@@ -36,7 +42,7 @@ class Slot:
                 "`with micro:` block."
             )
         # autograd's own check is off under hooks
-        if self.version >= 0 and tensor._version != self.version:
+        if self.edited:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 "inplace operation: "
@@ -79,6 +85,11 @@ class SavedTensorTable:
     def _in_place(self) -> bool:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and top[0] is self._hooks.pack_hook
+
+    def edited(self) -> torch.Tensor | None:
+        """Return a saved tensor that was edited in place since; None where there is none."""
+        slots = (reference() for reference in self._slots)
+        return next((slot.tensor for slot in slots if slot is not None and slot.edited), None)
 
     def empty(self) -> None:
         """Releases every tensor saved so far."""

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, Policy, count_tokens
 from elastic_mbs.errors import BatchError, UsageError
+from elastic_mbs.events import Event, Warned
 from tests.engine.test_by_length import LENGTHS, OPTIONS, Reader, loss_of, sentences, wanted
 from tests.helpers.steps import elastic, loop, off_by, once, whole_gradient
 from tests.helpers.strikes import every_operation
@@ -65,6 +66,20 @@ def test_running_out_of_memory_at_any_operation_keeps_the_budget(door: int) -> N
             _ = mbs.backward(seen, batch) if door == 1 else loop(mbs, seen, batch)
         assert off_by(model, exact) <= EXACT, strike.hits
         assert seen.above(14) == []
+
+
+@pytest.mark.verifies
+@pytest.mark.parametrize("budget", [1, 9, 14, 40])
+def test_the_check_after_the_first_split_keeps_the_budget(budget: int) -> None:
+    model, batch, events = Reader(), sentences(LENGTHS, 8), list[Event]()
+    seen = Seen(model)
+    mbs = elastic(model, **OPTIONS, max_tokens=budget, on_event=events.append)
+    for _ in range(4):
+        mbs.backward(seen, batch)
+    assert seen.above(budget) == []
+    assert [each for each in events if isinstance(each, Warned) and "verify" in each.topic] == []
+    run = len(seen.pieces)
+    assert (run > 4 * len(mbs.backward(seen, batch).partition)) == (budget > 1)
 
 
 def packed(lengths: list[int]) -> dict[str, Any]:

@@ -179,3 +179,32 @@ def test_a_rate_that_every_piece_sets_to_one_value_is_right_after_a_failure_anyw
         assert optimizer.param_groups[0]["lr"] == 0.5**step
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_a_class_of_schedulers_that_was_defined_after_a_call_is_checked_as_well(
+    model: nn.Module, mbs: ElasticMBS
+) -> None:
+    mbs.backward(cross_entropy(model), pairs())
+    model.zero_grad()
+
+    class Late(schedulers.LambdaLR):
+        def step(self, epoch: int | None = None) -> None:
+            self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    class Later(Late):
+        def step(self, epoch: int | None = None) -> None:
+            self.optimizer.param_groups[0]["lr"] *= 0.25
+
+    for kind in (Late, Later):
+        scheduler = kind(SGD(model.parameters(), lr=1.0), lambda epoch: 1.0)
+        before = state(scheduler)
+
+        def loss_fn(b: Pair, scheduler: Any = scheduler) -> Tensor:
+            step(scheduler)
+            return cross_entropy(model)(b)
+
+        with pytest.raises(StepInsideError, match=rf"{kind.__name__}.step\(\) ran inside"):
+            mbs.backward(loss_fn, pairs())
+        assert state(scheduler) == before
+        step(scheduler)
+        assert state(scheduler) != before

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport
+from elastic_mbs.escalation import tile
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks
+from elastic_mbs.escalation.inputs import Inputs
+from elastic_mbs.escalation.ladder import Step
+from elastic_mbs.escalation.logits import ChunkedLogits, OtherLayers
 from elastic_mbs.escalation.offload import HostSlot, OffloadedTensors
+from elastic_mbs.escalation.position_wise import PositionWise
+from elastic_mbs.escalation.tile import TiledModules
 from elastic_mbs.planning.lines import Trace
 from elastic_mbs.planning.report import PlannedWay
-from elastic_mbs.planning.ways import Known, Way, weighed
+from elastic_mbs.planning.ways import NONE, NOTHING, Known, weighed
 from elastic_mbs.planning.work import flops_of
 from elastic_mbs.rollback.random_streams import RandomStreams
 from tests.helpers.planned import Subject, cnn, gpt, lstm, peak_of, unet
@@ -32,6 +39,11 @@ def plan_of(
     sizes = mbs.plan(loss_fn, batch).sizes
     low, high = there(sizes[-1].peak), there(sizes[0].peak)
     return mbs, mbs.plan(loss_fn, batch, budget=int(low + share * (high - low)), compare=True)
+
+
+def of(report: PlanReport) -> dict[str, PlannedWay]:
+    """Return the ways by rung; of a rung in parts the last, which is all of it."""
+    return {way.name.partition(" (")[0]: way for way in report.ways}
 
 
 def made(way: str, model: nn.Module, piece: Any) -> AbstractContextManager[Any]:
@@ -57,7 +69,7 @@ def test_the_largest_size_of_each_way_fits_and_the_next_does_not(
     model, loss_fn, batch = subject = make(96)
     with MemoryBudget(2**40, track=[model, *batch]) as budget:
         report = plan_of(subject, 0.15, budget)[1]
-        usable, found = there(report.usable), {way.name: way for way in report.ways}
+        usable, found = there(report.usable), of(report)
         for name in ways:
             largest = found[name].largest
             assert 4 <= largest < 96, name
@@ -75,9 +87,68 @@ def test_the_largest_size_of_each_way_fits_and_the_next_does_not(
     assert found["none"].largest < min(found[name].largest for name in ways[1:])
 
 
+class Mixer(nn.Module):
+    """Blocks of a running mean and an MLP, and a head over many words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2048, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4)
+        )
+        self.head = nn.Linear(32, 2048)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = x + block(x.cumsum(1).tanh())
+        found: Tensor = self.head(x)
+        return found
+
+
+def test_every_rung_needs_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile, "SMALL", 0)
+    torch.manual_seed(0)
+    model, ids = Mixer(), torch.randint(0, 2048, (2, 256))
+
+    def loss_fn(piece: Tensor) -> Tensor:
+        return F.cross_entropy(model(piece)[:, :-1].flatten(0, 1), piece[:, 1:].flatten())
+
+    streams = RandomStreams((), ())
+    hooks = {
+        "logits": lambda: ChunkedLogits(OtherLayers(), lambda: None),
+        "tile": lambda: TiledModules([model], streams, PositionWise(), lambda: None, Inputs()),
+        **{
+            f"checkpoint ({count} of 4 blocks)": partial(
+                CheckpointedBlocks, [model], streams, count
+            )
+            for count in (1, 2, 3, 4)
+        },
+    }
+    with MemoryBudget(2**40, track=[model, ids]) as budget:
+        mbs = ElasticMBS(model, **quiet(sensor=budget))
+        report = mbs.plan(loss_fn, ids, budget=2**30, compare=True)
+        found = {way.name: way for way in report.ways}
+        assert list(found) == ["none", "logits", *list(hooks)[2:], "tile", "offload"]
+        peaks = [there(found[name].peak) for name in ("none", *list(hooks)[2:])]
+        assert peaks == sorted(peaks, reverse=True)
+        loss_fn(ids[:1]).backward()  # makes the gradients
+        for name, hook in hooks.items():
+
+            def run(hook: Any = hook) -> None:
+                with hook():
+                    loss_fn(ids[:1]).backward()
+
+            # `free` memory is not counted
+            assert there(found[name].peak) == pytest.approx(peak_of(budget, run), rel=0.02), name
+            assert there(found[name].peak) < there(found["none"].peak)
+            assert 1 < there(found[name].work) < 1.4
+    assert "fastest: none (the batch fits whole" in str(report)
+
+
 def test_moved_bytes_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss_fn, batch = subject = gpt(16)
-    planned = plan_of(subject, 0.5, MemoryBudget(2**40))[1].ways[1].moved
+    planned = of(plan_of(subject, 0.5, MemoryBudget(2**40))[1])["offload"].moved
     moved = []
 
     class Noted(HostSlot):
@@ -93,13 +164,17 @@ def test_moved_bytes_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_impossible_way_has_its_reason() -> None:
     budget = MemoryBudget(2**40)
-    of = {
-        make: {way.name: way.reason or "" for way in plan_of(make(16), 0.5, budget)[1].ways}
+    reasons = {
+        make: {
+            name: way.reason or "" for name, way in of(plan_of(make(16), 0.5, budget)[1]).items()
+        }
         for make in (cnn, lstm)
     }
-    assert "BatchNorm2d changes its buffer" in of[cnn]["checkpoint"]
-    assert "has no blocks" in of[lstm]["checkpoint"]
-    assert {reasons["offload"] for reasons in of.values()} == {""}
+    assert "BatchNorm2d changes its buffer" in reasons[cnn]["checkpoint"]
+    assert "has no blocks" in reasons[lstm]["checkpoint"]
+    assert {each["offload"] for each in reasons.values()} == {""}
+    assert {each["tile"] for each in reasons.values()} == {NOTHING["tile"]}
+    assert reasons[cnn]["logits"] == NOTHING["logits"]
 
 
 def test_the_fastest_way_is_known_from_fits_or_measured_calls() -> None:
@@ -109,7 +184,7 @@ def test_the_fastest_way_is_known_from_fits_or_measured_calls() -> None:
     with budget:
         mbs, report = plan_of(subject, 0.3, budget)
         assert report.fastest is None
-        assert [way.seconds for way in report.ways] == [None] * 3
+        assert {way.seconds for way in report.ways} == {None}
         assert "fastest: not known" in str(report)
         assert plan_of(subject, 1.2, budget)[1].fastest == "none"
         assert plan_of(unet(16), 0, budget, min_micro_batch_size=8)[1].fastest == "offload"
@@ -118,13 +193,15 @@ def test_the_fastest_way_is_known_from_fits_or_measured_calls() -> None:
             mbs.plan(loss_fn, batch, budget=int(there(planned.peak) / 0.94))
             mbs.backward(loss_fn, batch)
         report = mbs.plan(loss_fn, batch, budget=report.capacity, compare=True)
-    seconds = {way.name: there(way.seconds) for way in report.ways}
+    seconds = {way.name: there(way.seconds) for way in report.ways if way.largest}
     assert report.fastest == min(seconds, key=lambda name: seconds[name])
-    assert 1 < there(report.ways[2].work) < 1.34
+    assert 1 < there(of(report)["checkpoint"].work) < 1.34
     assert report.sizes[1].seconds == pytest.approx(
         there(mbs.size_models[next(iter(mbs.size_models))].seconds(32)) * 2
     )
-    assert f"fastest: {report.fastest}" in str(report)
+    last = str(report).splitlines()[-1]
+    assert last.startswith(f"fastest: {report.fastest} (")
+    assert "pieces" in last
 
 
 def test_nothing_is_said_of_ways_that_were_not_asked_for() -> None:
@@ -158,7 +235,7 @@ def test_the_fastest_way_is_chosen_by_p_score_and_p_point(
     known = Known((gamma, delta))
     ways = [
         weighed(
-            Way.NONE,
+            NONE,
             trace=none,
             none=none,
             samples=samples,
@@ -168,7 +245,7 @@ def test_the_fastest_way_is_chosen_by_p_score_and_p_point(
             known=known,
         ),
         weighed(
-            Way.CHECKPOINT,
+            Step("checkpoint"),
             trace=trace,
             none=none,
             samples=samples,
@@ -187,7 +264,7 @@ def test_the_fastest_way_is_chosen_by_p_score_and_p_point(
 def test_moved_bytes_are_charged_at_the_speed_of_a_copy() -> None:
     none, trace = Trace(2, [0] * 10, [], flops=100), Trace(2, [0] * 20, [], flops=100, moved=1000)
     way = weighed(
-        Way.OFFLOAD,
+        Step("offload"),
         trace=trace,
         none=none,
         samples=8,
@@ -201,7 +278,7 @@ def test_moved_bytes_are_charged_at_the_speed_of_a_copy() -> None:
     for known in (Known(), Known((1.0, 3.0))):
         assert (
             weighed(
-                Way.OFFLOAD,
+                Step("offload"),
                 trace=trace,
                 none=none,
                 samples=8,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from elastic_mbs import Escalated, Event, MemoryBudget
 from elastic_mbs.escalation import tile
-from elastic_mbs.escalation.position_wise import PositionWise, may_be_position_wise
+from elastic_mbs.escalation.position_wise import MOST, PositionWise, may_be_position_wise
 from elastic_mbs.rollback.random_streams import RandomStreams
 from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
@@ -213,6 +213,21 @@ def test_modules_of_one_structure_are_tried_once_and_others_by_themselves(
     modules[0].eval()
     verdicts.kept(modules[0], torch.randn(1, 5, WIDTH), streams)
     assert len(tried) == 5
+
+
+def test_a_module_that_is_another_in_each_call_is_left_alone_after_a_few_trials() -> None:
+    verdicts, streams, module = PositionWise(), RandomStreams((), ()), Made(mlp, calls=0)
+    input = torch.randn(1, 5, WIDTH)
+    found = []
+    for calls in range(3 * MOST):
+        module.calls = calls  # type: ignore[assignment]
+        found.append(verdicts.kept(module, input, streams))
+    assert len(verdicts._verdicts) == MOST
+    assert all(found[:MOST])
+    assert not any(found[MOST:])
+    module.calls = 0  # type: ignore[assignment]
+    assert verdicts.kept(module, input, streams) == found[0]
+    assert verdicts.kept(Made(mlp, calls=3 * MOST), input, streams) is not None
 
 
 # ---------------------------------------------------------------------- training in tiles

@@ -411,3 +411,19 @@ def test_features_that_a_module_stores_are_not_copied() -> None:
     vars(module)["features"] = latest = numbers(4)
     copies.restore(to_call_start=False)
     assert vars(module)["features"] is latest
+
+
+def test_what_is_learned_of_a_module_goes_with_it() -> None:
+    copies, model = BufferCopies(), Holder(count=numbers(0))
+    for _ in range(3):
+        beside = Holder(count=numbers(0))
+        copies.begin_call([model], key=object(), companions=[beside])
+        clean_piece(copies, lambda beside=beside: beside["count"].add_(1), first=True)  # type: ignore[misc]
+        assert copies.changes(beside)
+        del beside
+        copies.end_call()
+    copies.begin_call([model])
+    copies.end_call()
+    gc.collect()
+    assert not copies.changes(model)
+    assert len(copies._changing._keys) == 0

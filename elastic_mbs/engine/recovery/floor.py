@@ -15,7 +15,7 @@ from elastic_mbs.engine.attempt import Failure
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.recovery.refusal import Try, has_room, needed_by, refusal
 from elastic_mbs.errors import MicroBatchFloorError
-from elastic_mbs.escalation.checkpoint import checkpointable
+from elastic_mbs.escalation.checkpoint import checkpointable, is_compiled
 from elastic_mbs.events import Escalated, WaitingForMemory
 from elastic_mbs.memory import Headroom, MemoryBudget
 from elastic_mbs.memory.processes import describe
@@ -80,7 +80,14 @@ class Floor:
             return
         settings = parts.resources.settings
         raise MicroBatchFloorError(
-            refusal(failure, reading, settings, self._tries, training=training)
+            refusal(
+                failure,
+                reading,
+                settings,
+                self._tries,
+                training=training,
+                compiled=self._is_compiled(),
+            )
         )
 
     def _may_retry(self, seen: Headroom | None, failure: Failure) -> bool:
@@ -156,12 +163,18 @@ class Floor:
     def _rungs(self) -> Sequence[str]:
         """Return the rungs that may be taken.
 
-        By itself nothing is moved from the host to the host.
+        By itself nothing is moved from the host to the host. Compiled modules run as they are.
         """
         recovery, resources = self._parts.resources.settings.recovery, self._parts.resources
+        rungs: Sequence[str] = recovery.rungs
+        if self._is_compiled():
+            rungs = [rung for rung in rungs if rung == "offload"]
         if recovery.escalate != "auto" or not resources.on_cpu or MemoryBudget.current():
-            return recovery.rungs
-        return [rung for rung in recovery.rungs if rung != "offload"]
+            return rungs
+        return [rung for rung in rungs if rung != "offload"]
+
+    def _is_compiled(self) -> bool:
+        return any(map(is_compiled, self._parts.resources.model.modules))
 
     def _blocks(self) -> int:
         """Return how many blocks of the model can be checkpointed."""

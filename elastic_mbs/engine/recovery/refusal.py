@@ -15,6 +15,10 @@ _ESCALATE = (
     'recovery=RecoveryOptions(escalate="auto"), which computes logits in chunks, then '
     "checkpoints blocks, then runs position-wise modules in tiles, then offloads saved tensors; "
 )
+_COMPILED = (
+    'the model without torch.compile, to which escalate= applies "logits", "checkpoint" and '
+    '"tile", too; '
+)
 
 
 class Try(NamedTuple):
@@ -40,7 +44,13 @@ def has_room(seen: Headroom, failure: Failure) -> bool:
 
 
 def refusal(
-    failure: Failure, reading: Reading, settings: Settings, tries: Sequence[Try], *, training: bool
+    failure: Failure,
+    reading: Reading,
+    settings: Settings,
+    tries: Sequence[Try],
+    *,
+    training: bool,
+    compiled: bool = False,
 ) -> str:
     """Return the message.
 
@@ -50,6 +60,7 @@ def refusal(
         settings: the options of the runtime.
         tries: the ways in which the piece did not fit; the last one is that of `failure`.
         training: the pass runs backward, so `escalate` can help.
+        compiled: a module runs through torch.compile, which leaves "offload" only.
     """
     piece, verdict = failure.piece, failure.verdict
     used = f", not even with {in_words(steps)}" if (steps := tries[-1].steps) else ""
@@ -65,7 +76,7 @@ def refusal(
         *(["The request is larger than the whole device"] if too_large else []),
         *_largest(failure),
         *_needs(tries),
-        f"Ways out: {_ways_out(reading, settings, training=training)}",
+        f"Ways out: {_ways_out(reading, settings, training=training, compiled=compiled)}",
         f"The error was: {verdict.message}",
     ]
     return ". ".join(sentences)
@@ -111,7 +122,7 @@ def in_words(steps: Sequence[Step]) -> str:
     return " and ".join(map(str, {step.rung: step for step in steps}.values()))
 
 
-def _ways_out(reading: Reading, settings: Settings, *, training: bool) -> str:
+def _ways_out(reading: Reading, settings: Settings, *, training: bool, compiled: bool) -> str:
     limits = settings.limits
     out = ""
     if not isinstance(reading, Headroom) or reading.held_by_others:
@@ -121,4 +132,6 @@ def _ways_out(reading: Reading, settings: Settings, *, training: bool) -> str:
     out += "smaller samples; "
     if training and len(settings.recovery.rungs) < len(RUNGS):
         out += _ESCALATE
+    if training and compiled:
+        out += _COMPILED
     return f"{out}a smaller optimizer state"

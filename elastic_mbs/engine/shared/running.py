@@ -142,13 +142,24 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _hook_schedulers() -> None:
     """Check every step of torch's learning rate schedulers before it begins.
 
-    They have no hooks, so `step` is wrapped in each class that has one of its own.
+    They have no hooks, so `step` is wrapped in each class that has one of its own, and in each that
+    is defined later.
     """
     kinds = [LRScheduler]
     for kind in kinds:  # it grows: the classes of classes
         kinds += kind.__subclasses__()
-        if "step" in vars(kind):
-            kind.step = _checked(kind.step)  # type: ignore[method-assign]
+        _check_steps_of(kind)
+    LRScheduler.__init_subclass__ = classmethod(_is_defined)  # type: ignore[assignment]
+
+
+def _is_defined(kind: type[LRScheduler], /, **kwargs: Any) -> None:
+    super(LRScheduler, kind).__init_subclass__(**kwargs)
+    _check_steps_of(kind)
+
+
+def _check_steps_of(kind: type[LRScheduler]) -> None:
+    if "step" in vars(kind):
+        kind.step = _checked(kind.step)  # type: ignore[method-assign]
 
 
 def _checked(step: Callable[..., Any]) -> Any:
