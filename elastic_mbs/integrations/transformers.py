@@ -26,7 +26,7 @@ from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, Usag
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.rows import Rows
-from elastic_mbs.integrations.trainer.checks import check_class, check_trainer
+from elastic_mbs.integrations.trainer.checks import check_class, check_trainer, same_losses
 from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
 from elastic_mbs.integrations.trainer.packed import Packed, makes_one_row
 from elastic_mbs.integrations.trainer.predictions import joined, mean_loss
@@ -35,12 +35,12 @@ from elastic_mbs.integrations.trainer.ranks import (
     share_of_counts,
     share_of_items,
 )
+from elastic_mbs.integrations.trainer.router import Router
 from elastic_mbs.integrations.trl import rollouts
 from elastic_mbs.integrations.trl.kinds import rows_of
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
 from elastic_mbs.integrations.trl.rollouts import Completions
 from elastic_mbs.memory import oom
-from elastic_mbs.rehearsal.verify import VerifyReport
 from elastic_mbs.runtime import ElasticMBS
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ else:
     _Base = object
 
 STATE_NAME = "elastic_mbs.json"  # in a checkpoint's folder
-# relative difference of two losses that is rounding: in half precision or TF32, and otherwise
-_ROUGH, _FINE = 2e-2, 1e-4
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
 
@@ -84,7 +82,9 @@ class ElasticTrainerMixin(_Base):
 
     def __init__(self, *args: Any, elastic: TrainerOptions | None = None, **kwargs: Any) -> None:
         self._elastic_options = checked({} if elastic is None else elastic)
-        self._elastic_of: tuple[object, ElasticMBS] | None = None  # a model and its runtime
+        # a model, whether its pieces are weighed here, and its runtime
+        self._elastic_of: tuple[object, bool, ElasticMBS] | None = None
+        self._elastic_router = Router(self)
         self._elastic_verified = set[bool]()
         self._elastic_open: ExitStack | None = None  # of runtimes, while training runs
         super().__init__(*args, **kwargs)
@@ -98,25 +98,30 @@ class ElasticTrainerMixin(_Base):
         DistributedDataParallel, where training begins on all ranks.
         """
         model: Any = self.model_wrapped if wrappers_in([self.model_wrapped]) else self.model
-        if self._elastic_of is None or self._elastic_of[0] is not model:
+        known, weighed = self._elastic_of, self._elastic_weighed
+        if known is None or known[0] is not model or known[1] is not weighed:
             options = {
                 name: value for name, value in self._elastic_options.items() if name not in OWN
             } | {"count": self._elastic_count}
             length = self._elastic_rows.length
             if options.get("pieces") == "by_length" and length is not None:
                 options.setdefault("length", length)
-            # Pieces are weighed here as the trainer and DDP would weigh them.
-            options |= {"reduction": "sum"} if self._elastic_replicated else {}
+            options |= {"reduction": "sum"} if weighed else {}
             runtime = ElasticMBS(model, **options, scaler=self.accelerator.scaler, outputs=None)
-            self._elastic_of = model, runtime
+            known = self._elastic_of = model, weighed, runtime
             if self._elastic_open is not None:
                 self._elastic_open.enter_context(runtime)
-        return self._elastic_of[1]
+        return known[2]
 
     @property
     def _elastic_replicated(self) -> bool:
         """True in a job of several ranks."""
         return bool(self.args.world_size > 1)
+
+    @property
+    def _elastic_weighed(self) -> bool:
+        """True if pieces are weighed here, as the trainer and DDP weigh parts of their losses."""
+        return self._elastic_replicated or self._elastic_router.active
 
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
@@ -147,13 +152,19 @@ class ElasticTrainerMixin(_Base):
         samples = rows.samples(inputs)
         self._elastic_verify(samples)
         rows.prepare(samples, mbs, model)
-        metrics, notes = BatchMetrics(self), list[Note]()
+        run = functools.partial(self._elastic_batch, rows, samples, model, num_items_in_batch)
+        found: Tensor = self._elastic_router.around(rows, samples, run, training=True)
+        return found
+
+    def _elastic_batch(self, rows: Rows, samples: Any, model: Any, num_items: Any) -> Tensor:
+        """Run the trainer's own step on every piece of a batch; return its loss."""
+        mbs, metrics, notes = self.elastic, BatchMetrics(self), list[Note]()
         try:
             for micro in mbs.micro_batches(samples, name="training_step", own_graph=False):
                 with micro:
                     metrics.restore()
                     with rows.losses_of(micro.data, samples):
-                        self._elastic_piece(model, micro, num_items_in_batch, samples)
+                        self._elastic_piece(model, micro, num_items, samples)
                     if metrics.kept:
                         note = metrics.note(self._elastic_weights(micro.data))
                         micro.on_commit(functools.partial(notes.append, note))
@@ -163,7 +174,7 @@ class ElasticTrainerMixin(_Base):
                 raise
             # no label in the whole batch: it adds nothing
             return torch.zeros((), device=self.args.device)
-        metrics.join(notes)
+        metrics.join(notes, self._elastic_router.metrics if metrics.kept else {})
         result = mbs.last_result
         assert result is not None
         return result.loss
@@ -188,7 +199,8 @@ class ElasticTrainerMixin(_Base):
             samples: the whole batch of this rank.
         """
         total, steps = micro.total, getattr(self, "current_gradient_accumulation_steps", 1)
-        inputs = self._elastic_rows.rows(micro.data)
+        rows, router = self._elastic_rows, self._elastic_router
+        inputs, share = rows.rows(micro.data), 1.0
         everywhere = self.args.average_tokens_across_devices
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
@@ -197,8 +209,7 @@ class ElasticTrainerMixin(_Base):
                     f"accelerator.backward(loss, {', '.join(kwargs)}=…) is not supported (LOMO's "
                     "is one): the engine runs backward"
                 )
-            if self._elastic_replicated:
-                share = self._elastic_share(micro.data, items, num_items, samples, everywhere)
+            if self._elastic_weighed:
                 # A mean over nothing is NaN, and adds nothing.
                 loss = loss * share if share else torch.zeros_like(loss, requires_grad=True)
             elif steps > 1 and (num_items is None or "count" in self._elastic_options):
@@ -214,9 +225,16 @@ class ElasticTrainerMixin(_Base):
                 if num_items is None
                 else self._get_num_items_in_batch([inputs], self.args.device)
             )
+            if self._elastic_weighed:
+                share = self._elastic_share(micro.data, items, num_items, samples, everywhere)
+            if router.active and not share:  # no labels, and tokens all the same
+                share, items = 1.0, None if num_items is None else 1
+            factor = (1.0 if num_items is not None else 1 / steps) / share if share else 1.0
+            whole = rows.number(micro.data) == rows.number(samples)
             self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
             try:
-                super().training_step(model, inputs, items)
+                with router.of_piece(whole=whole, factor=factor):
+                    super().training_step(model, inputs, items)
             finally:
                 del self.accelerator.backward
 
@@ -277,7 +295,7 @@ class ElasticTrainerMixin(_Base):
             return
         metrics = BatchMetrics(self)
         try:
-            with self._elastic_rows.comparable():
+            with self._elastic_rows.comparable(), self._elastic_router.left_out():
                 report = self.elastic.verify(
                     self._elastic_rows.checked(self._elastic_loss), samples
                 )
@@ -288,7 +306,7 @@ class ElasticTrainerMixin(_Base):
                 "the loss of a batch was not compared with the one of its pieces: %s", error
             )
         else:
-            if not self._elastic_same(report):
+            if not same_losses(self, report):
                 raise UsageError(
                     f"{report}\n  {self._elastic_rows.mismatch}. Where the difference is meant: "
                     'elastic={"verify": False}'
@@ -305,21 +323,10 @@ class ElasticTrainerMixin(_Base):
             loss: Tensor = self.compute_loss(
                 self.model, self._prepare_inputs(inputs), num_items_in_batch=items
             )
-            if self._elastic_replicated:  # sums of pieces are compared
+            if self._elastic_weighed:  # sums of pieces are compared
                 count = self._elastic_count(piece).sum()
                 loss = loss * count.to(loss.device) if count else torch.zeros_like(loss)
         return loss.detach().requires_grad_()  # a graph would take memory
-
-    def _elastic_same(self, report: VerifyReport) -> bool:
-        """Return True if both losses of a report are the same but for rounding."""
-        half = (
-            self.args.bf16
-            or self.args.fp16
-            or any(leaf.dtype.itemsize < 4 for leaf in self.model.parameters())
-        )
-        rough = half or torch.get_float32_matmul_precision() != "highest"
-        near = (_ROUGH if rough else _FINE) * abs(report.whole)
-        return report.ok or abs(report.whole - report.split) <= near
 
     # ------------------------------------------------------------------ evaluation
 
@@ -344,13 +351,15 @@ class ElasticTrainerMixin(_Base):
         samples = rows.samples(inputs)
         rows.prepare(samples, mbs, model)
         given = model, prediction_loss_only, ignore_keys
+        run = functools.partial(
+            mbs.evaluate,
+            functools.partial(self._elastic_predict, rows, samples, given, metrics),
+            samples,
+            outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
+            pad=-100,  # as the trainer fills up batches
+        )
         try:
-            found = mbs.evaluate(
-                functools.partial(self._elastic_predict, rows, samples, given, metrics),
-                samples,
-                outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
-                pad=-100,  # as the trainer fills up batches
-            )
+            found = self._elastic_router.around(rows, samples, run, training=False)
         except BaseException:
             metrics.restore()
             raise
@@ -376,7 +385,8 @@ class ElasticTrainerMixin(_Base):
         piece: Any,
     ) -> Any:
         metrics.restore()
-        with rows.losses_of(piece, whole):
+        all_rows = rows.number(piece) == rows.number(whole)
+        with rows.losses_of(piece, whole), self._elastic_router.of_piece(whole=all_rows):
             model, loss_only, ignored = given
             loss, logits, labels = super().prediction_step(
                 model, rows.rows(piece), loss_only, ignored

@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "router": (
         lambda made: setattr(made.model.config, "output_router_logits", True),
         UnsupportedError,
-        '"verify": False',
+        "is not the one of Mixtral and its like",
     ),
     "scaler": (
         lambda made: setattr(made.accelerator, "scaler", torch.amp.GradScaler("cpu")),
