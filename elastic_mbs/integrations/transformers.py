@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,8 +25,8 @@ from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
-from elastic_mbs.integrations.rows import Rows
-from elastic_mbs.integrations.trainer.checks import check_class, check_trainer, same_losses
+from elastic_mbs.integrations.rows import Rows, labels_in
+from elastic_mbs.integrations.trainer.checks import check_class, check_losses, check_trainer
 from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
 from elastic_mbs.integrations.trainer.packed import Packed, makes_one_row
 from elastic_mbs.integrations.trainer.predictions import joined, mean_loss
@@ -153,7 +153,9 @@ class ElasticTrainerMixin(_Base):
         self._elastic_verify(samples)
         rows.prepare(samples, mbs, model)
         run = functools.partial(self._elastic_batch, rows, samples, model, num_items_in_batch)
-        found: Tensor = self._elastic_router.around(rows, samples, run, training=True)
+        found: Tensor = self._elastic_router.around(
+            rows, samples, self._elastic_loss, run, training=True
+        )
         return found
 
     def _elastic_batch(self, rows: Rows, samples: Any, model: Any, num_items: Any) -> Tensor:
@@ -198,10 +200,44 @@ class ElasticTrainerMixin(_Base):
             num_items: in the batches of a step, over all ranks.
             samples: the whole batch of this rank.
         """
-        total, steps = micro.total, getattr(self, "current_gradient_accumulation_steps", 1)
-        rows, router = self._elastic_rows, self._elastic_router
-        inputs, share = rows.rows(micro.data), 1.0
-        everywhere = self.args.average_tokens_across_devices
+        rows, router, share = self._elastic_rows, self._elastic_router, 1.0
+        inputs, everywhere = rows.rows(micro.data), self.args.average_tokens_across_devices
+        with counting_alone(self.args):
+            items = (
+                None
+                if num_items is None
+                else self._get_num_items_in_batch([inputs], self.args.device)
+            )
+            if self._elastic_weighed:
+                share = self._elastic_share(micro.data, items, num_items, samples, everywhere)
+            if router.active and not share:  # no labels, and tokens all the same
+                share, items = 1.0, None if num_items is None else 1
+            stock = 1.0 if num_items is not None else 1 / self._elastic_steps
+            whole = rows.number(micro.data) == rows.number(samples)
+            self.accelerator.backward = self._elastic_backward(micro, num_items, share)
+            self.loss_is_scaled_for_ga = True
+            try:
+                with router.of_piece(whole=whole, factor=stock / share if share else 0.0):
+                    super().training_step(model, inputs, items)
+            finally:
+                del self.accelerator.backward
+
+    @property
+    def _elastic_steps(self) -> int:
+        """The batches that are accumulated for one step."""
+        return getattr(self, "current_gradient_accumulation_steps", 1)
+
+    def _elastic_backward(
+        self, micro: MicroBatch, num_items: Any, share: float
+    ) -> Callable[..., None]:
+        """Return the `accelerator.backward` of one piece.
+
+        Args:
+            micro: the piece.
+            num_items: in the batches of a step, over all ranks.
+            share: weight of its loss in the step's, where pieces are weighed here.
+        """
+        total, steps = micro.total, self._elastic_steps
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
             if kwargs:
@@ -219,24 +255,7 @@ class ElasticTrainerMixin(_Base):
                 loss = loss * total / num_items
             micro.backward(loss)
 
-        with counting_alone(self.args):
-            items = (
-                None
-                if num_items is None
-                else self._get_num_items_in_batch([inputs], self.args.device)
-            )
-            if self._elastic_weighed:
-                share = self._elastic_share(micro.data, items, num_items, samples, everywhere)
-            if router.active and not share:  # no labels, and tokens all the same
-                share, items = 1.0, None if num_items is None else 1
-            factor = (1.0 if num_items is not None else 1 / steps) / share if share else 1.0
-            whole = rows.number(micro.data) == rows.number(samples)
-            self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
-            try:
-                with router.of_piece(whole=whole, factor=factor):
-                    super().training_step(model, inputs, items)
-            finally:
-                del self.accelerator.backward
+        return backward
 
     def _elastic_share(
         self, piece: Any, items: Any, num_items: Any, samples: Any, everywhere: bool
@@ -245,15 +264,15 @@ class ElasticTrainerMixin(_Base):
         ranks = self.args.world_size
         if num_items is not None and "count" not in self._elastic_options:
             return share_of_items(items, num_items, ranks, everywhere=everywhere)
-        steps = getattr(self, "current_gradient_accumulation_steps", 1)
         count, own = (self._elastic_count(each).sum() for each in (piece, samples))
-        return share_of_counts(count, own, steps, ranks)
+        return share_of_counts(count, own, self._elastic_steps, ranks)
 
     def _elastic_count(self, samples: Any) -> Tensor:
         """Return the number of loss terms of each sample."""
         found = self._elastic_rows.count(samples)
         if found is None:
-            count = self._elastic_options.get("count", self._elastic_labels)
+            labels = functools.partial(labels_in, shifts=self._loss_shifts_labels)
+            count = self._elastic_options.get("count", labels)
             found = None if count is None else count(samples)
         if found is None:
             return torch.ones(self._elastic_rows.number(samples), dtype=torch.long)
@@ -263,22 +282,6 @@ class ElasticTrainerMixin(_Base):
         """Return the weights of a piece in the metrics of its batch."""
         found = self._elastic_rows.weights(piece)
         return found or {"": float(self._elastic_count(piece).sum())}
-
-    def _elastic_labels(self, inputs: Any) -> Tensor | None:
-        """Return the number of labels that are not -100 in each sample, as the trainer counts.
-
-        None where there are no labels.
-        """
-        labels = inputs.get("labels")
-        if "shift_labels" in inputs:
-            labels = inputs["shift_labels"]
-        elif self._loss_shifts_labels and isinstance(labels, Tensor):
-            labels = labels[..., 1:]
-        return (
-            labels.ne(-100).reshape(len(labels), -1).sum(1)
-            if isinstance(labels, Tensor) and labels.ndim
-            else None
-        )
 
     def _elastic_verify(self, samples: Any) -> None:
         """Compare the loss of a few samples with the one put together from pieces.
@@ -306,11 +309,8 @@ class ElasticTrainerMixin(_Base):
                 "the loss of a batch was not compared with the one of its pieces: %s", error
             )
         else:
-            if not same_losses(self, report):
-                raise UsageError(
-                    f"{report}\n  {self._elastic_rows.mismatch}. Where the difference is meant: "
-                    'elastic={"verify": False}'
-                )
+            if not check_losses(self, report, self._elastic_rows.mismatch):
+                return
         finally:
             metrics.restore()
         self._elastic_verified.add(split)
@@ -347,8 +347,7 @@ class ElasticTrainerMixin(_Base):
         if not mbs.enabled or rows.generated:
             with rollouts.around_step(self, mbs) if mbs.enabled else nullcontext():
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
-        metrics = BatchMetrics(self)
-        samples = rows.samples(inputs)
+        metrics, samples = BatchMetrics(self), rows.samples(inputs)
         rows.prepare(samples, mbs, model)
         given = model, prediction_loss_only, ignore_keys
         run = functools.partial(
@@ -359,7 +358,9 @@ class ElasticTrainerMixin(_Base):
             pad=-100,  # as the trainer fills up batches
         )
         try:
-            found = self._elastic_router.around(rows, samples, run, training=False)
+            found = self._elastic_router.around(
+                rows, samples, self._elastic_loss, run, training=False
+            )
         except BaseException:
             metrics.restore()
             raise

@@ -302,6 +302,28 @@ def test_a_batch_that_hides_a_mistake_is_not_the_last_one_compared(
     assert all(each.grad is None for each in made.model.parameters())
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_no_run_and_the_next_one_is_compared(
+    bad: float, tmp_path: Any
+) -> None:
+    factor = bad
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return by_sample(outputs, labels) * factor
+
+    made = make(tmp_path, loss=loss, max_steps=2)
+    made.train()
+    assert made.state.global_step == 2
+    made = make(tmp_path, loss=loss)
+    names = ("input_ids", "labels")
+    batch = {name: torch.stack([row[name] for row in made.train_dataset]) for name in names}
+    assert not made.training_step(made.model, batch).isfinite()
+    made.model.zero_grad()
+    factor = 1.0
+    with pytest.raises(UsageError, match="WRONG"):
+        made.training_step(made.model, batch)
+
+
 def test_a_loss_that_draws_random_numbers_is_compared_with_equal_draws(tmp_path: Any) -> None:
     def noisy(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
         return (outputs.logits * torch.randn_like(outputs.logits)).square().mean()

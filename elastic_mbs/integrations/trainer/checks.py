@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,8 +74,22 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
     check_kind(trainer, options)
 
 
-def same_losses(trainer: Any, report: VerifyReport) -> bool:
-    """Return True if both losses of a report are the same but for rounding."""
+def check_losses(trainer: Any, report: VerifyReport, mismatch: str) -> bool:
+    """Refuse a loss that is not the one put together from pieces.
+
+    Args:
+        trainer: the trainer.
+        report: both losses.
+        mismatch: what to do where they differ.
+
+    Returns:
+        Whether they were compared. A loss of NaN or infinity is the user's to see.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if not math.isfinite(report.whole):
+        return False
     half = (
         trainer.args.bf16
         or trainer.args.fp16
@@ -82,7 +97,11 @@ def same_losses(trainer: Any, report: VerifyReport) -> bool:
     )
     rough = half or torch.get_float32_matmul_precision() != "highest"
     near = (_ROUGH if rough else _FINE) * abs(report.whole)
-    return report.ok or abs(report.whole - report.split) <= near
+    if report.ok or abs(report.whole - report.split) <= near:
+        return True
+    raise UsageError(
+        f'{report}\n  {mismatch}. Where the difference is meant: elastic={{"verify": False}}'
+    )
 
 
 def _check_arguments(args: Any, accelerator: Any, *, optimizer_step: bool) -> None:

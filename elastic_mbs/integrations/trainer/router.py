@@ -110,13 +110,20 @@ class Router:
         return {ROUTER_LOSS: oom.retry("read the router's loss", value.item, (value.device,))}
 
     def around(
-        self, rows: Rows, samples: Any, run: Callable[[], Value], *, training: bool
+        self,
+        rows: Rows,
+        samples: Any,
+        loss: Callable[[Any], Any],
+        run: Callable[[], Value],
+        *,
+        training: bool,
     ) -> Value:
         """Return the result of `run`, with the sums of the batch known where it is cut.
 
         Args:
             rows: reads the batch.
             samples: the batch.
+            loss: computes the trainer's loss of a piece.
             run: runs the batch in pieces. It is called again where a batch was cut that was
                 expected to stay whole.
             training: it is a batch of the training.
@@ -125,17 +132,17 @@ class Router:
         if not self.active:
             return run()
         if self._cut.get(training, False):
-            self._learn(rows, samples)
+            self._learn(rows, samples, loss)
         try:
             found, cut = run(), self._cut.get(training, False)
         except _SumsNeeded:
-            self._learn(rows, samples)
+            self._learn(rows, samples, loss)
             found, cut = run(), True
         last = self._trainer.elastic.last_result
         self._cut[training] = cut if last is None or not training else len(last.partition) > 1
         return found
 
-    def _learn(self, rows: Rows, samples: Any) -> None:
+    def _learn(self, rows: Rows, samples: Any, loss: Callable[[Any], Any]) -> None:
         """Find the sums over a batch in pieces without gradients."""
         trainer, noted = self._trainer, list[Sums]()
         metrics = BatchMetrics(trainer)
@@ -143,7 +150,7 @@ class Router:
         def of_piece(piece: Any) -> Any:
             noted.clear()
             with rows.comparable(), self._replaced(lambda plain: _noting(plain, noted)):
-                trainer._elastic_loss(piece)
+                loss(piece)
             return _Found(list(noted))
 
         try:
