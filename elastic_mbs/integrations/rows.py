@@ -76,3 +76,25 @@ class Rows:
     def joined(self, outputs: Any) -> Any:
         """Return joined outputs as the trainer has them."""
         return outputs
+
+
+def labels_in(inputs: Any, *, shifts: bool) -> Tensor | None:
+    """Return the number of labels that are not -100 in each sample, as the trainer counts.
+
+    Args:
+        inputs: the trainer's batch.
+        shifts: each label is predicted by the token before.
+
+    Returns:
+        One number per sample; None where there are no labels.
+    """
+    labels = inputs.get("labels")
+    if "shift_labels" in inputs:
+        labels = inputs["shift_labels"]
+    elif shifts and isinstance(labels, Tensor):
+        labels = labels[..., 1:]
+    return (
+        labels.ne(-100).reshape(len(labels), -1).sum(1)
+        if isinstance(labels, Tensor) and labels.ndim
+        else None
+    )

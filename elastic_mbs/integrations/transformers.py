@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,8 +25,8 @@ from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
-from elastic_mbs.integrations.rows import Rows
-from elastic_mbs.integrations.trainer.checks import check_class, check_trainer
+from elastic_mbs.integrations.rows import Rows, labels_in
+from elastic_mbs.integrations.trainer.checks import check_class, check_losses, check_trainer
 from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
 from elastic_mbs.integrations.trainer.packed import Packed, makes_one_row
 from elastic_mbs.integrations.trainer.predictions import joined, mean_loss
@@ -35,12 +35,12 @@ from elastic_mbs.integrations.trainer.ranks import (
     share_of_counts,
     share_of_items,
 )
+from elastic_mbs.integrations.trainer.router import Router
 from elastic_mbs.integrations.trl import rollouts
 from elastic_mbs.integrations.trl.kinds import rows_of
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
 from elastic_mbs.integrations.trl.rollouts import Completions
 from elastic_mbs.memory import oom
-from elastic_mbs.rehearsal.verify import VerifyReport
 from elastic_mbs.runtime import ElasticMBS
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ else:
     _Base = object
 
 STATE_NAME = "elastic_mbs.json"  # in a checkpoint's folder
-# relative difference of two losses that is rounding: in half precision or TF32, and otherwise
-_ROUGH, _FINE = 2e-2, 1e-4
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
 
@@ -84,7 +82,9 @@ class ElasticTrainerMixin(_Base):
 
     def __init__(self, *args: Any, elastic: TrainerOptions | None = None, **kwargs: Any) -> None:
         self._elastic_options = checked({} if elastic is None else elastic)
-        self._elastic_of: tuple[object, ElasticMBS] | None = None  # a model and its runtime
+        # a model, whether its pieces are weighed here, and its runtime
+        self._elastic_of: tuple[object, bool, ElasticMBS] | None = None
+        self._elastic_router = Router(self)
         self._elastic_verified = set[bool]()
         self._elastic_open: ExitStack | None = None  # of runtimes, while training runs
         super().__init__(*args, **kwargs)
@@ -98,25 +98,30 @@ class ElasticTrainerMixin(_Base):
         DistributedDataParallel, where training begins on all ranks.
         """
         model: Any = self.model_wrapped if wrappers_in([self.model_wrapped]) else self.model
-        if self._elastic_of is None or self._elastic_of[0] is not model:
+        known, weighed = self._elastic_of, self._elastic_weighed
+        if known is None or known[0] is not model or known[1] is not weighed:
             options = {
                 name: value for name, value in self._elastic_options.items() if name not in OWN
             } | {"count": self._elastic_count}
             length = self._elastic_rows.length
             if options.get("pieces") == "by_length" and length is not None:
                 options.setdefault("length", length)
-            # Pieces are weighed here as the trainer and DDP would weigh them.
-            options |= {"reduction": "sum"} if self._elastic_replicated else {}
+            options |= {"reduction": "sum"} if weighed else {}
             runtime = ElasticMBS(model, **options, scaler=self.accelerator.scaler, outputs=None)
-            self._elastic_of = model, runtime
+            known = self._elastic_of = model, weighed, runtime
             if self._elastic_open is not None:
                 self._elastic_open.enter_context(runtime)
-        return self._elastic_of[1]
+        return known[2]
 
     @property
     def _elastic_replicated(self) -> bool:
         """True in a job of several ranks."""
         return bool(self.args.world_size > 1)
+
+    @property
+    def _elastic_weighed(self) -> bool:
+        """True if pieces are weighed here, as the trainer and DDP weigh parts of their losses."""
+        return self._elastic_replicated or self._elastic_router.active
 
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
@@ -147,13 +152,21 @@ class ElasticTrainerMixin(_Base):
         samples = rows.samples(inputs)
         self._elastic_verify(samples)
         rows.prepare(samples, mbs, model)
-        metrics, notes = BatchMetrics(self), list[Note]()
+        run = functools.partial(self._elastic_batch, rows, samples, model, num_items_in_batch)
+        found: Tensor = self._elastic_router.around(
+            rows, samples, self._elastic_loss, run, training=True
+        )
+        return found
+
+    def _elastic_batch(self, rows: Rows, samples: Any, model: Any, num_items: Any) -> Tensor:
+        """Run the trainer's own step on every piece of a batch; return its loss."""
+        mbs, metrics, notes = self.elastic, BatchMetrics(self), list[Note]()
         try:
             for micro in mbs.micro_batches(samples, name="training_step", own_graph=False):
                 with micro:
                     metrics.restore()
                     with rows.losses_of(micro.data, samples):
-                        self._elastic_piece(model, micro, num_items_in_batch, samples)
+                        self._elastic_piece(model, micro, num_items, samples)
                     if metrics.kept:
                         note = metrics.note(self._elastic_weights(micro.data))
                         micro.on_commit(functools.partial(notes.append, note))
@@ -163,7 +176,7 @@ class ElasticTrainerMixin(_Base):
                 raise
             # no label in the whole batch: it adds nothing
             return torch.zeros((), device=self.args.device)
-        metrics.join(notes)
+        metrics.join(notes, self._elastic_router.metrics if metrics.kept else {})
         result = mbs.last_result
         assert result is not None
         return result.loss
@@ -187,9 +200,44 @@ class ElasticTrainerMixin(_Base):
             num_items: in the batches of a step, over all ranks.
             samples: the whole batch of this rank.
         """
-        total, steps = micro.total, getattr(self, "current_gradient_accumulation_steps", 1)
-        inputs = self._elastic_rows.rows(micro.data)
-        everywhere = self.args.average_tokens_across_devices
+        rows, router, share = self._elastic_rows, self._elastic_router, 1.0
+        inputs, everywhere = rows.rows(micro.data), self.args.average_tokens_across_devices
+        with counting_alone(self.args):
+            items = (
+                None
+                if num_items is None
+                else self._get_num_items_in_batch([inputs], self.args.device)
+            )
+            if self._elastic_weighed:
+                share = self._elastic_share(micro.data, items, num_items, samples, everywhere)
+            if router.active and not share:  # no labels, and tokens all the same
+                share, items = 1.0, None if num_items is None else 1
+            stock = 1.0 if num_items is not None else 1 / self._elastic_steps
+            whole = rows.number(micro.data) == rows.number(samples)
+            self.accelerator.backward = self._elastic_backward(micro, num_items, share)
+            self.loss_is_scaled_for_ga = True
+            try:
+                with router.of_piece(whole=whole, factor=stock / share if share else 0.0):
+                    super().training_step(model, inputs, items)
+            finally:
+                del self.accelerator.backward
+
+    @property
+    def _elastic_steps(self) -> int:
+        """The batches that are accumulated for one step."""
+        return getattr(self, "current_gradient_accumulation_steps", 1)
+
+    def _elastic_backward(
+        self, micro: MicroBatch, num_items: Any, share: float
+    ) -> Callable[..., None]:
+        """Return the `accelerator.backward` of one piece.
+
+        Args:
+            micro: the piece.
+            num_items: in the batches of a step, over all ranks.
+            share: weight of its loss in the step's, where pieces are weighed here.
+        """
+        total, steps = micro.total, self._elastic_steps
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
             if kwargs:
@@ -197,8 +245,7 @@ class ElasticTrainerMixin(_Base):
                     f"accelerator.backward(loss, {', '.join(kwargs)}=…) is not supported (LOMO's "
                     "is one): the engine runs backward"
                 )
-            if self._elastic_replicated:
-                share = self._elastic_share(micro.data, items, num_items, samples, everywhere)
+            if self._elastic_weighed:
                 # A mean over nothing is NaN, and adds nothing.
                 loss = loss * share if share else torch.zeros_like(loss, requires_grad=True)
             elif steps > 1 and (num_items is None or "count" in self._elastic_options):
@@ -208,17 +255,7 @@ class ElasticTrainerMixin(_Base):
                 loss = loss * total / num_items
             micro.backward(loss)
 
-        with counting_alone(self.args):
-            items = (
-                None
-                if num_items is None
-                else self._get_num_items_in_batch([inputs], self.args.device)
-            )
-            self.accelerator.backward, self.loss_is_scaled_for_ga = backward, True
-            try:
-                super().training_step(model, inputs, items)
-            finally:
-                del self.accelerator.backward
+        return backward
 
     def _elastic_share(
         self, piece: Any, items: Any, num_items: Any, samples: Any, everywhere: bool
@@ -227,15 +264,15 @@ class ElasticTrainerMixin(_Base):
         ranks = self.args.world_size
         if num_items is not None and "count" not in self._elastic_options:
             return share_of_items(items, num_items, ranks, everywhere=everywhere)
-        steps = getattr(self, "current_gradient_accumulation_steps", 1)
         count, own = (self._elastic_count(each).sum() for each in (piece, samples))
-        return share_of_counts(count, own, steps, ranks)
+        return share_of_counts(count, own, self._elastic_steps, ranks)
 
     def _elastic_count(self, samples: Any) -> Tensor:
         """Return the number of loss terms of each sample."""
         found = self._elastic_rows.count(samples)
         if found is None:
-            count = self._elastic_options.get("count", self._elastic_labels)
+            labels = functools.partial(labels_in, shifts=self._loss_shifts_labels)
+            count = self._elastic_options.get("count", labels)
             found = None if count is None else count(samples)
         if found is None:
             return torch.ones(self._elastic_rows.number(samples), dtype=torch.long)
@@ -245,22 +282,6 @@ class ElasticTrainerMixin(_Base):
         """Return the weights of a piece in the metrics of its batch."""
         found = self._elastic_rows.weights(piece)
         return found or {"": float(self._elastic_count(piece).sum())}
-
-    def _elastic_labels(self, inputs: Any) -> Tensor | None:
-        """Return the number of labels that are not -100 in each sample, as the trainer counts.
-
-        None where there are no labels.
-        """
-        labels = inputs.get("labels")
-        if "shift_labels" in inputs:
-            labels = inputs["shift_labels"]
-        elif self._loss_shifts_labels and isinstance(labels, Tensor):
-            labels = labels[..., 1:]
-        return (
-            labels.ne(-100).reshape(len(labels), -1).sum(1)
-            if isinstance(labels, Tensor) and labels.ndim
-            else None
-        )
 
     def _elastic_verify(self, samples: Any) -> None:
         """Compare the loss of a few samples with the one put together from pieces.
@@ -277,7 +298,7 @@ class ElasticTrainerMixin(_Base):
             return
         metrics = BatchMetrics(self)
         try:
-            with self._elastic_rows.comparable():
+            with self._elastic_rows.comparable(), self._elastic_router.left_out():
                 report = self.elastic.verify(
                     self._elastic_rows.checked(self._elastic_loss), samples
                 )
@@ -288,11 +309,8 @@ class ElasticTrainerMixin(_Base):
                 "the loss of a batch was not compared with the one of its pieces: %s", error
             )
         else:
-            if not self._elastic_same(report):
-                raise UsageError(
-                    f"{report}\n  {self._elastic_rows.mismatch}. Where the difference is meant: "
-                    'elastic={"verify": False}'
-                )
+            if not check_losses(self, report, self._elastic_rows.mismatch):
+                return
         finally:
             metrics.restore()
         self._elastic_verified.add(split)
@@ -305,21 +323,10 @@ class ElasticTrainerMixin(_Base):
             loss: Tensor = self.compute_loss(
                 self.model, self._prepare_inputs(inputs), num_items_in_batch=items
             )
-            if self._elastic_replicated:  # sums of pieces are compared
+            if self._elastic_weighed:  # sums of pieces are compared
                 count = self._elastic_count(piece).sum()
                 loss = loss * count.to(loss.device) if count else torch.zeros_like(loss)
         return loss.detach().requires_grad_()  # a graph would take memory
-
-    def _elastic_same(self, report: VerifyReport) -> bool:
-        """Return True if both losses of a report are the same but for rounding."""
-        half = (
-            self.args.bf16
-            or self.args.fp16
-            or any(leaf.dtype.itemsize < 4 for leaf in self.model.parameters())
-        )
-        rough = half or torch.get_float32_matmul_precision() != "highest"
-        near = (_ROUGH if rough else _FINE) * abs(report.whole)
-        return report.ok or abs(report.whole - report.split) <= near
 
     # ------------------------------------------------------------------ evaluation
 
@@ -340,16 +347,19 @@ class ElasticTrainerMixin(_Base):
         if not mbs.enabled or rows.generated:
             with rollouts.around_step(self, mbs) if mbs.enabled else nullcontext():
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
-        metrics = BatchMetrics(self)
-        samples = rows.samples(inputs)
+        metrics, samples = BatchMetrics(self), rows.samples(inputs)
         rows.prepare(samples, mbs, model)
         given = model, prediction_loss_only, ignore_keys
+        run = functools.partial(
+            mbs.evaluate,
+            functools.partial(self._elastic_predict, rows, samples, given, metrics),
+            samples,
+            outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
+            pad=-100,  # as the trainer fills up batches
+        )
         try:
-            found = mbs.evaluate(
-                functools.partial(self._elastic_predict, rows, samples, given, metrics),
-                samples,
-                outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
-                pad=-100,  # as the trainer fills up batches
+            found = self._elastic_router.around(
+                rows, samples, self._elastic_loss, run, training=False
             )
         except BaseException:
             metrics.restore()
@@ -376,7 +386,8 @@ class ElasticTrainerMixin(_Base):
         piece: Any,
     ) -> Any:
         metrics.restore()
-        with rows.losses_of(piece, whole):
+        all_rows = rows.number(piece) == rows.number(whole)
+        with rows.losses_of(piece, whole), self._elastic_router.of_piece(whole=all_rows):
             model, loss_only, ignored = given
             loss, logits, labels = super().prediction_step(
                 model, rows.rows(piece), loss_only, ignored

@@ -257,6 +257,17 @@ MACHINES: dict[str, tuple[Facts, list[str]]] = {
         card(holders=(Holder(9, "python", 130 * GIB),)),
         ["note co-tenants: 1 process on nvidia-smi's GPU 0: python (PID 9) 130.0 GiB"],
     ),
+    "an engine beside the training": (
+        card(holders=(Holder(9, "VLLM::EngineCore", 130 * GIB), Holder(8, "python", GIB))),
+        [
+            "note co-tenants: 2 processes; VLLM::EngineCore (PID 9) 130.0 GiB, python (PID 8) 1.0 "
+            "GiB; vLLM: texts are generated there; Put it to sleep; mbs.release()"
+        ],
+    ),
+    "two engines": (
+        card(holders=(Holder(9, "vllm", GIB), Holder(8, "sglang::scheduler_TP0", GIB))),
+        ["note co-tenants: vLLM and SGLang: texts"],
+    ),
     "full": (card(free=GIB), ["warning co-tenants: 1.0 GiB of 140.0 GiB free; another device"]),
     "exclusive": (card(compute_mode="exclusive process"), ["note devices: exclusive"]),
     "prohibited": (

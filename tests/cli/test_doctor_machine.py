@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic_mbs.cli.doctor import machine
-from elastic_mbs.cli.doctor.facts import Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown
+from elastic_mbs.cli.doctor.facts import Facts, Gpu, Host, Limit, Nvml, Torch, TorchDevice, Unknown
 from elastic_mbs.cli.doctor.machine import (
     collect,
     limits,
@@ -23,6 +23,7 @@ from elastic_mbs.cli.doctor.machine import (
     softly,
     torch_facts,
 )
+from elastic_mbs.cli.doctor.rules import judge
 from tests.helpers.fake_nvml import ABSENT, GIB, LOST, UNKNOWN, Card, FakeCuda, FakeDriver, raiser
 
 
@@ -55,6 +56,19 @@ def test_the_driver_is_read_and_its_failures_are_kept_apart(
     found = nvml_facts()
     assert isinstance(found, Nvml)
     assert found.gpus[0].free == Unknown("NVMLError_NotSupported: Not Supported")
+
+
+def test_an_engine_that_the_driver_lists_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(monkeypatch)
+    driver.cards = [Card("GPU-a", 4 * GIB, 80 * GIB, compute=[(71, 60 * GIB), (72, GIB)])]
+    names = {71: "VLLM::EngineCor", 72: "python"}  # the kernel keeps 15 letters
+    monkeypatch.setattr("elastic_mbs.memory.processes.pids_are_ours", lambda: True)
+    monkeypatch.setattr("elastic_mbs.memory.processes.name_of", names.get)
+    facts = Facts(machine.versions(), Torch(), nvml_facts())
+    [found] = [each for each in judge(facts) if "processes" in each.found]
+    assert (found.topic, found.level) == ("co-tenants", "note")
+    assert "VLLM::EngineCor (PID 71) 60.0 GiB" in found.found
+    assert found.means.startswith("vLLM: texts are generated there")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ PLAIN = {
 }
 
 
-class _InDouble:
+class InDouble:
     """torch, but for float32: trl's fused head accumulates in that type, whatever the model's."""
 
     float32 = torch.float64
@@ -48,7 +48,7 @@ class _InDouble:
 
 @pytest.fixture
 def double_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_logprob, "torch", _InDouble())
+    monkeypatch.setattr(chunked_logprob, "torch", InDouble())
 
 
 def tokenizer() -> Any:

@@ -10,6 +10,10 @@ SCRIPTS = [
     "accelerate_loop",
     "fabric_loop",
     "dpo_trainer",
+    "grpo_trainer",
+    "kto_trainer",
+    "reward_trainer",
+    "rloo_trainer",
     "lightning_trainer",
     "transformers_trainer",
 ]

@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "router": (
         lambda made: setattr(made.model.config, "output_router_logits", True),
         UnsupportedError,
-        '"verify": False',
+        "is not the one of Mixtral and its like",
     ),
     "scaler": (
         lambda made: setattr(made.accelerator, "scaler", torch.amp.GradScaler("cpu")),
@@ -300,6 +300,28 @@ def test_a_batch_that_hides_a_mistake_is_not_the_last_one_compared(
     with pytest.raises(UsageError, match=r'"count": batch → one count per sample'):
         made.training_step(made.model, {"input_ids": ids, "labels": torch.arange(8)[:, None] % 2})
     assert all(each.grad is None for each in made.model.parameters())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_no_run_and_the_next_one_is_compared(
+    bad: float, tmp_path: Any
+) -> None:
+    factor = bad
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return by_sample(outputs, labels) * factor
+
+    made = make(tmp_path, loss=loss, max_steps=2)
+    made.train()
+    assert made.state.global_step == 2
+    made = make(tmp_path, loss=loss)
+    names = ("input_ids", "labels")
+    batch = {name: torch.stack([row[name] for row in made.train_dataset]) for name in names}
+    assert not made.training_step(made.model, batch).isfinite()
+    made.model.zero_grad()
+    factor = 1.0
+    with pytest.raises(UsageError, match="WRONG"):
+        made.training_step(made.model, batch)
 
 
 def test_a_loss_that_draws_random_numbers_is_compared_with_equal_draws(tmp_path: Any) -> None:

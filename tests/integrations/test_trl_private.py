@@ -21,11 +21,11 @@ MEANS_OVER_PAIRS = {
         "rewards/margins",
         "logps/chosen",
         "logps/rejected",
-        "aux_loss",  # of a router, which is refused
+        private.ROUTER_LOSS,
         "num_tokens",  # a total
     },
     "RewardTrainer": {"mean_reward", "accuracy", "margin", "num_tokens"},
-    "KTOTrainer": {"kl", "rewards/margins", "aux_loss", "num_tokens"},
+    "KTOTrainer": {"kl", "rewards/margins", private.ROUTER_LOSS, "num_tokens"},
 }
 
 
@@ -78,13 +78,13 @@ def test_the_loss_of_kto_asks_for_the_log_probabilities_that_are_replaced() -> N
 
 GENERATED_MEANS = {
     "GRPOTrainer": {
-        "aux_loss",  # of a router, which is refused
+        private.ROUTER_LOSS,
         "policy_loss",  # beside an entropy bonus, which is refused
         "entropy_coef",
         "vespo/phi_seq_mean",  # one for each completion
     },
     "RLOOTrainer": {
-        "aux_loss",
+        private.ROUTER_LOSS,
         "clip_ratio/low_mean",
         "clip_ratio/high_mean",
         "clip_ratio/region_mean",

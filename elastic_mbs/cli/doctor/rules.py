@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import string
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -27,10 +27,12 @@ from elastic_mbs.cli.doctor.facts import (
     Unknown,
 )
 from elastic_mbs.events import format_bytes
-from elastic_mbs.memory import CgroupMemory
+from elastic_mbs.memory import CgroupMemory, Holder
 from elastic_mbs.memory.processes import describe
 
 LITTLE = 0.1  # a smaller share of free memory is little
+# what generates texts beside a training, by how the names of its processes begin, in small letters
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _SETTING = re.compile(r"(\w+):(\[[^\]]*\]|[^,\[\]]+)")  # in name:value,name:[a:b,c:d]
 
 
@@ -96,6 +98,7 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "the GPU does not answer": lambda s: isinstance(s.g.free, Unknown) and not s.g.uuid,
     # co-tenants
     "there are co-tenants": lambda s: s.ours and s.holders,
+    "one of them is an engine": lambda s: s.engines,
     "little of the GPU is free": lambda s: (
         s.ours and isinstance(s.g.free, int) and s.g.free < LITTLE * s.g.total and not s.g.mig
     ),
@@ -277,9 +280,18 @@ def _gpu(facts: Facts, gpu: Gpu) -> dict[str, Any]:
         "place": _place(gpu),
         "count": "1 process" if len(holders) == 1 else f"{len(holders)} processes",
         "holders": describe(holders),
+        "engines": " and ".join(_engines(holders)),
         "unnamed": unnamed,
         "ours": not seen or gpu.uuid.partition("-")[2] in seen,  # the other GPUs are of no concern
     }
+
+
+def _engines(holders: Iterable[Holder]) -> list[str]:
+    """Return the engines among processes, each once."""
+    names = [(holder.name or "").lower() for holder in holders]
+    return [
+        engine for start, engine in ENGINES.items() if any(name.startswith(start) for name in names)
+    ]
 
 
 def _place(gpu: Gpu) -> str:

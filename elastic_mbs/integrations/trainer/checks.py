@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
 from transformers import Trainer
 from transformers.training_args import ParallelMode
@@ -12,9 +14,13 @@ from transformers.training_args import ParallelMode
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.frameworks import TRL
 from elastic_mbs.integrations.trainer.packed import makes_one_row
+from elastic_mbs.integrations.trainer.router import check_router
 from elastic_mbs.integrations.trl.kinds import check_kind
-from elastic_mbs.integrations.trl.private import SUPPORTED, has_router_loss, kind_of
+from elastic_mbs.integrations.trl.private import SUPPORTED, kind_of
+from elastic_mbs.rehearsal.verify import VerifyReport
 
+# relative difference of two losses that is rounding: in half precision or TF32, and otherwise
+_ROUGH, _FINE = 2e-2, 1e-4
 _SERVED = (
     DistributedType.NO,
     DistributedType.MULTI_CPU,
@@ -66,6 +72,36 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
     _check_arguments(trainer.args, trainer.accelerator, optimizer_step=optimizer_step)
     _check_batches(trainer, options)
     check_kind(trainer, options)
+
+
+def check_losses(trainer: Any, report: VerifyReport, mismatch: str) -> bool:
+    """Refuse a loss that is not the one put together from pieces.
+
+    Args:
+        trainer: the trainer.
+        report: both losses.
+        mismatch: what to do where they differ.
+
+    Returns:
+        Whether they were compared. A loss of NaN or infinity is the user's to see.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if not math.isfinite(report.whole):
+        return False
+    half = (
+        trainer.args.bf16
+        or trainer.args.fp16
+        or any(leaf.dtype.itemsize < 4 for leaf in trainer.model.parameters())
+    )
+    rough = half or torch.get_float32_matmul_precision() != "highest"
+    near = (_ROUGH if rough else _FINE) * abs(report.whole)
+    if report.ok or abs(report.whole - report.split) <= near:
+        return True
+    raise UsageError(
+        f'{report}\n  {mismatch}. Where the difference is meant: elastic={{"verify": False}}'
+    )
 
 
 def _check_arguments(args: Any, accelerator: Any, *, optimizer_step: bool) -> None:
@@ -124,14 +160,7 @@ def _check_several(trainer: Any) -> None:
 def _check_batches(trainer: Any, options: Mapping[str, Any]) -> None:
     if makes_one_row(trainer.data_collator):
         _check_packed(trainer, options)
-    config = getattr(trainer.model, "config", None)
-    routed = getattr(config, "output_router_logits", False) or has_router_loss(trainer)
-    if options["verify"] and routed:
-        raise UnsupportedError(
-            "output_router_logits=True (in trl: router_aux_loss_coef) adds the router's loss, "
-            "which is no sum over samples: leave it out, or take it piece by piece, as gradient "
-            'accumulation does, by elastic={"verify": False}'
-        )
+    check_router(trainer)
 
 
 def _check_packed(trainer: Any, options: Mapping[str, Any]) -> None:

@@ -35,6 +35,8 @@ def share_of_items(items: Any, num_items: Any, ranks: int, *, everywhere: bool) 
         ranks: how many there are.
         everywhere: they are the items of all ranks.
     """
+    if not items:
+        return 0.0
     return float(items) / float(num_items) / (1 if everywhere else ranks)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic_mbs.integrations.trl import private
 
+_NONE: Mapping[str, float] = {}
 _JOIN = {"min": min, "max": max}
 
 
@@ -67,14 +68,20 @@ class BatchMetrics:
         tokens = private.tokens_of(self._trainer) - self._tokens if self.kept else 0
         return Note(new, tokens, weights)
 
-    def join(self, notes: Sequence[Note]) -> None:
-        """Add one entry of each metric: the mean over the pieces, or their least or largest."""
+    def join(self, notes: Sequence[Note], known: Mapping[str, float] = _NONE) -> None:
+        """Add one entry of each metric: the mean over the pieces, or their least or largest.
+
+        Args:
+            notes: of the pieces.
+            known: the values of metrics that are none of these.
+        """
         self.restore()
         for mode, named in self._metrics.items():
             noted = [note for note in notes if note.values[mode] and note.weights[""]]
             for name in dict.fromkeys(name for note in noted for name in note.values[mode]):
                 there = [note for note in noted if name in note.values[mode]]
-                named[name].append(self._joined(name, mode, there))
+                value = known.get(name)
+                named[name].append(self._joined(name, mode, there) if value is None else value)
             if private.has_margins(self._trainer) and noted:
                 self._add_margins(mode, named)
             if noted and self._counts:

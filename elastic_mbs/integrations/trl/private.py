@@ -95,6 +95,7 @@ METRICS: dict[str, dict[str, str]] = {
         "clip_ratio/high_max": "max",
     },
 }
+ROUTER_LOSS = "aux_loss"  # the metric of the router's loss, which is none of its pieces
 # A metric of KTO that is the difference of two others.
 MARGINS = ("rewards/margins", "rewards/chosen", "rewards/rejected")
 # Metrics of GRPO that are a mean over completions where a ratio is one per completion, and over
