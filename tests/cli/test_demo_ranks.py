@@ -11,7 +11,7 @@ from elastic_mbs.cli.demo import compare, ranks
 from elastic_mbs.cli.demo.compare import Options
 from elastic_mbs.cli.demo.console import page, table, verdict
 from elastic_mbs.cli.demo.gpt import GPTConfig
-from tests.helpers.ranks import run_ranks, values
+from stress.ranks.job import run_ranks, values
 
 SMALL = GPTConfig(context=64, width=16, heads=2, layers=2)
 QUICK = ["demo", "--steps", "8", "--batch", "16", "--device", "cpu", "--no-page"]

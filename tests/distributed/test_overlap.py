@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import DistributedOptions, ElasticMBS, GradientOptions, Policy, UsageError
 from elastic_mbs.distributed import buckets, overlap, replicas
-from tests.helpers.ddp import caught, data, joined, net, worst
-from tests.helpers.ranks import run_ranks, values
+from stress.ranks.job import run_ranks, values
+from stress.ranks.losses import data
+from tests.helpers.ddp import caught, joined, net, worst
 
 
 def square(out: Tensor) -> Tensor:
