@@ -1,4 +1,4 @@
-"""Commands of the tool: `python -m stress [montecarlo | exhaustive | hammer | soak]`.
+"""Commands of the tool: `python -m stress [montecarlo | exhaustive | hammer | ranks | soak]`.
 
 Without a command it runs the scenarios.
 """
@@ -33,6 +33,10 @@ COMMANDS = {
     "hammer": (
         ".endurance.hammer",
         "make real allocations fail by the thousand at random places, each step checked",
+    ),
+    "ranks": (
+        ".ranks.command",
+        "random training on several ranks (DDP, FSDP2), with errors on any of them",
     ),
     "soak": (
         ".endurance.soak",

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-# Exit codes of `montecarlo`, `exhaustive`, `hammer` and `soak`, for scripts: the highest of
-# several. 2 is bad input, as everywhere.
+# Exit codes of `montecarlo`, `exhaustive`, `hammer`, `ranks` and `soak`, for scripts: the highest
+# of several. 2 is bad input, as everywhere.
 PASSED = 0
 # a wrong gradient, buffer, random stream or event, or memory that is still held
 WRONG = 3

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from elastic_mbs.distributed.control import Retry
 
-FIRST = 2**20  # bytes of the first bucket, and of all others, as in DDP
-CAP = 25 * 2**20
+CAP = 25 * 2**20  # bytes of a bucket, as in DDP
+FIRST = 2**20  # of the first one, where it is sent while a backward runs
 UNDER_WAY = 2  # sums at a time
 
 Kind = tuple[torch.dtype, torch.device]
@@ -79,7 +79,7 @@ class Buckets:
 
     def __init__(self, leaves: Sequence[Tensor], *, turns: bool = True) -> None:
         self.leaves = leaves
-        groups = list(_grouped(self.leaves))
+        groups = list(_grouped(self.leaves, CAP if turns else FIRST))
         places = UNDER_WAY if turns else len(groups)
         sizes: dict[tuple[Kind, int], int] = {}
         for turn, group in enumerate(groups):
@@ -135,10 +135,10 @@ class Buckets:
                 end()
 
 
-def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the leaves of each bucket."""
+def _grouped(leaves: Sequence[Tensor], cap: int) -> Iterator[list[Tensor]]:
+    """Yield the leaves of each bucket, of which the first one has up to `cap` bytes."""
     current: list[Tensor] = []
-    size, cap = 0, FIRST
+    size = 0
     for leaf in reversed(leaves):
         if current and (size + leaf.nbytes > cap or _kind(leaf) != _kind(current[0])):
             yield current

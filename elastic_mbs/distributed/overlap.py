@@ -24,7 +24,6 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -40,18 +39,16 @@ class Overlap:
         sent: how many sums were begun in this call.
     """
 
-    def __init__(self, buckets: Buckets, losses: Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, buckets: Buckets, group: dist.ProcessGroup) -> None:
         """Put a hook behind each leaf.
 
         Args:
             buckets: each has memory of its own.
-            losses: summed after them.
             group: the ranks.
         """
         self._handles: list[RemovableHandle] = []
         self.sent = 0
         self._buckets = buckets.all
-        self._flats = [*(bucket.flat for bucket in self._buckets), losses]  # in their order
         self._group = group
         self._armed = False
         self._factor = 1.0
@@ -96,33 +93,32 @@ class Overlap:
                 self._send()
 
     def send_rest(self, factor: float, retry: Retry) -> None:
-        """Send all buckets that were not sent, gradients times `factor`, and the losses."""
+        """Send all buckets that were not sent, gradients times `factor`."""
         self.disarm()
         with torch.no_grad(), torch_private.unseen():
             for bucket in self._buckets[self.sent :]:
                 retry("sum the gradients over the ranks", partial(bucket.fill, factor))
                 self._send()
-            self._send()
 
     def send_anything(self) -> None:
         """Send all that was not sent, with what is in its memory: nobody takes it."""
         self.disarm()
-        while self.sent < len(self._flats):
+        while self.sent < len(self._buckets):
             self._send()
 
     def _send(self) -> None:
         with torch_private.unseen():
-            work = dist.all_reduce(self._flats[self.sent], group=self._group, async_op=True)
+            flat = self._buckets[self.sent].flat
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
         self._works.append(work)
         self.sent += 1
 
     def take(self, factor: float, wait: Callable[[dist.Work], None], retry: Retry) -> None:
-        """Put the sums, times `factor`, in the gradients that are there, and wait for the rest."""
+        """Put the sums, times `factor`, in the gradients that are there."""
         for bucket in self._buckets:
             wait(self._works.popleft())
             retry("take the sums of gradients", partial(bucket.take, factor))
-        wait(self._works.popleft())
 
     def __del__(self) -> None:
         """Take the hooks off: nodes live as long as their leaves."""

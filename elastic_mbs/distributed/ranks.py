@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -34,6 +35,8 @@ from elastic_mbs.errors import (
 )
 from elastic_mbs.options import Settings
 
+_BESIDE = 4  # numbers at the end of a batch, before its losses
+_MOST = VALUES - _BESIDE - 1  # losses with names: the batch's own is one more
 WHAT = "hold the sums of gradients over the ranks"
 
 
@@ -70,13 +73,13 @@ class Ranks:
         self._model = model
         self._retry = retry
         # Sums of host memory are gloo's, whose waits can end; those of a device wait in its stream.
-        self._on_host = all(device.type == "cpu" for device in model.devices())
+        self._on_host = is_on_host(model)
         self._timeout = settings.distributed.timeout
         # Totals are those of all ranks from the start: loss_fn divides by them itself.
         self._sums = settings.reduction == "sum"
         self._control = self._connect()
         self.about = self._control.about
-        self._losses = torch.zeros(VALUES, dtype=torch.float64)
+        self._losses = torch.zeros(VALUES, dtype=torch.float64)  # their sums, on a device
         self._places: list[Tensor] = []  # of each loss in `_losses`
         self._maps: list[Tensor] = []  # of each rank: which leaves have gradients
         self._signature = 0.0  # of the leaves that are summed
@@ -150,9 +153,9 @@ class Ranks:
         if not self._named:
             self._counts = totals[0]
             return counts
-        if len(totals) > VALUES - 1:
+        if len(totals) > _MOST:
             raise UnsupportedError(
-                f"count has {len(totals)} losses, and ranks exchange {VALUES - 1} at most: add "
+                f"count has {len(totals)} losses, and ranks exchange {_MOST} at most: add "
                 "some of them up in loss_fn"
             )
         self._counts = 1.0
@@ -177,11 +180,13 @@ class Ranks:
         count = 1 + len(self._names)
         like = losses[0] if typed else self._losses[0]
         totals = self._retry(WHAT, lambda: [torch.empty_like(like) for _ in range(count)])
-        self._send_ahead(losses)
-        factor = self._agree_on_gradients()
+        # The numbers go with the meeting, but for those of a device: it would be waited for.
+        known = self._retry(WHAT, lambda: list(map(float, losses))) if self._on_host else []
+        self._send_ahead()
+        factor, sums = self._agree_on_gradients(known)
         try:
-            self._add_up(losses, factor)
-            self._finish_sums(totals)
+            self._add_up([] if self._on_host else losses, factor)
+            self._finish_sums(totals, sums)
         except PeerError:
             raise
         except BaseException as error:  # the others cannot be told at a meeting: they add up
@@ -198,7 +203,7 @@ class Ranks:
         """Return for each leaf that is summed whether it has a gradient."""
         raise NotImplementedError
 
-    def _send_ahead(self, losses: list[Tensor]) -> None:
+    def _send_ahead(self) -> None:
         """Send sums before the ranks have met."""
 
     def _send_anything(self) -> None:
@@ -245,12 +250,16 @@ class Ranks:
                     "dense gradients are summed over the ranks"
                 )
 
-    def _agree_on_gradients(self) -> float:
-        """Meet at the end of the batch; return this rank's share of all counts."""
+    def _agree_on_gradients(self, losses: Sequence[float]) -> tuple[float, list[float]]:
+        """Meet at the end of the batch; return this rank's share, and the sums of the losses.
+
+        A rank without a batch brings none.
+        """
         used = self._used()
         checksum = float(zlib.crc32(used))
         again = float(self._again())
-        rows = self._meet(Place.GRADIENT, [self._counts, self._signature, checksum, again])
+        own = [self._counts, self._signature, checksum, again]
+        rows = self._meet(Place.GRADIENT, [*own, *losses])
         _check_total([row.values[0] for row in rows])
         if len({row.values[1] for row in rows}) > 1:
             raise MisuseError(
@@ -261,7 +270,12 @@ class Ranks:
             self._use_all(used)
         total = math.fsum(row.values[0] for row in rows)
         self._judge(total, again=any(row.values[3] for row in rows))
-        return 1.0 if self._named else self._counts / total
+        shares = [1.0 if self._named else row.values[0] / total for row in rows]
+        sums = [
+            sum(share * row.values[place] for share, row in zip(shares, rows, strict=True))
+            for place in range(_BESIDE, _BESIDE + 1 + len(self._names))
+        ]
+        return shares[self._control.rank], sums
 
     def _gather_maps(self, used: bytes) -> list[bool]:
         """Return for each leaf that is summed whether a rank has a gradient of it."""
@@ -269,31 +283,29 @@ class Ranks:
         self._control.gather(mine, self._maps, Place.LEAVES)
         return list(map(any, zip(*map(Tensor.tolist, self._maps), strict=True)))
 
-    def _put_losses(self, losses: list[Tensor], factor: float) -> None:
-        """Put the losses, times `factor`, where they are summed."""
-
-        def put() -> None:
-            self._losses.zero_()
-            for place, loss in zip(self._places, losses, strict=False):
-                place.copy_(loss)
-            self._losses.mul_(factor)
-
-        with torch.no_grad(), torch_private.unseen():
-            self._retry("sum the losses of the ranks", put)
-
     def _add_up(self, losses: list[Tensor], factor: float) -> None:
-        """Sum losses and gradients over the ranks."""
-        self._put_losses(losses, factor)
+        """Sum gradients over the ranks, and these losses."""
         with torch.no_grad(), torch_private.unseen():
-            work = self._retry("sum the losses of the ranks", lambda: self._sum(self._losses))
+            work = self._retry("sum the losses", partial(self._put, losses, factor))
             self._sum_gradients(factor)
-            self._wait(work)
+            if work is not None:
+                self._wait(work)
 
-    def _finish_sums(self, totals: list[Tensor]) -> None:
-        """Copy the sums of the losses."""
+    def _put(self, losses: list[Tensor], factor: float) -> dist.Work | None:
+        """Begin to sum losses on a device, weighed; None without any."""
+        if not losses:
+            return None
+        self._losses.zero_()
+        for place, loss in zip(self._places, losses, strict=False):
+            place.copy_(loss)
+        return self._sum(self._losses.mul_(factor))
+
+    def _finish_sums(self, totals: list[Tensor], sums: list[float]) -> None:
+        """Put the sums of the losses in `totals`: these, or the ones of a device."""
+        found: Sequence[float | Tensor] = sums if self._on_host else self._places
         with torch.no_grad(), torch_private.unseen():
-            for total, place in zip(totals, self._places, strict=False):
-                total.copy_(place)
+            for total, value in zip(totals, found, strict=False):
+                total.fill_(value)
 
     def failed(self, error: BaseException) -> None:
         """Tell the others at their next meeting, where they end their call, too."""
@@ -362,6 +374,11 @@ class Ranks:
     def leave(self, why: str) -> None:
         """Leave a note; see `Peers`."""
         self._control.leave(why)
+
+
+def is_on_host(model: TrainedModel) -> bool:
+    """Return whether gradients and losses are in host memory."""
+    return all(device.type == "cpu" for device in model.devices())
 
 
 def _check(settings: Settings) -> None:

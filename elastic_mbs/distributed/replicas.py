@@ -100,7 +100,7 @@ class Replicas(Ranks):
             self._make_common_room(leaves)
             buckets = Buckets(leaves, turns=not self._overlaps)
             if self._overlaps:
-                self._overlap = Overlap(buckets, self._losses, self._group)
+                self._overlap = Overlap(buckets, self._group)
             self._buckets = buckets  # last: it tells that all is there
         modules = self._model.modules  # another list, once it has changed
         self._buffers.refresh(modules_changed=modules is not self._modules)
@@ -146,10 +146,9 @@ class Replicas(Ranks):
         self._check_gradients(gradients)
         self._retry(WHAT, self._make_room)
 
-    def _send_ahead(self, losses: list[Tensor]) -> None:
+    def _send_ahead(self) -> None:
         """Send all that hooks have not sent, before the ranks meet."""
         if self._agreed is not None:
-            self._put_losses(losses, self._weight())
             self._agreed.send_rest(self._weight(), self._retry)
 
     def _again(self) -> bool:
@@ -190,27 +189,16 @@ class Replicas(Ranks):
             problem = error
         self._meet(Place.LEAVES, own=problem)
 
-    def _add_up(self, losses: list[Tensor], factor: float) -> None:
-        """Sum losses and gradients over the ranks, or take the sums that were sent."""
-        if self._anew:
-            super()._add_up(losses, factor)
-        else:
-            self._take()
-
     def _sum_gradients(self, factor: float) -> None:
-        """Sum the buckets."""
-        self._buckets.sum(factor, self._group, self._wait, self._retry)
-
-    def _take(self) -> None:
-        """Take the sums that were sent before the ranks have met."""
-        assert self._overlap is not None
-        with torch.no_grad(), torch_private.unseen():
+        """Sum the buckets, or take the sums that were sent before the ranks have met."""
+        if self._anew or self._overlap is None:
+            self._buckets.sum(factor, self._group, self._wait, self._retry)
+        else:
             self._overlap.take(self._correction, self._wait, self._retry)
-            self._losses.mul_(self._correction)
 
-    def _finish_sums(self, totals: list[Tensor]) -> None:
-        """Copy the sums of the losses, and send the buffers of rank 0."""
-        super()._finish_sums(totals)
+    def _finish_sums(self, totals: list[Tensor], sums: list[float]) -> None:
+        """Put the losses in `totals`, and send the buffers of rank 0."""
+        super()._finish_sums(totals, sums)
         if self._control.size > 1:
             with torch.no_grad(), torch_private.unseen():
                 self._buffers.send(self._group, self._control.rank, self._wait, self._retry)

@@ -11,13 +11,13 @@ from elastic_mbs.cli.demo import compare, ranks
 from elastic_mbs.cli.demo.compare import Options
 from elastic_mbs.cli.demo.console import page, table, verdict
 from elastic_mbs.cli.demo.gpt import GPTConfig
-from tests.helpers.ranks import run_ranks, values
+from stress.ranks.job import run_ranks, values
 
 SMALL = GPTConfig(context=64, width=16, heads=2, layers=2)
 QUICK = ["demo", "--steps", "8", "--batch", "16", "--device", "cpu", "--no-page"]
 
 
-def demo(rank: int, world: int, log: str) -> Any:
+def demo(rank: int, world: int, log: str, kind: ranks.Kind) -> Any:
     compare.CPU_MODEL = SMALL
     options = Options(
         steps=8,
@@ -29,7 +29,7 @@ def demo(rank: int, world: int, log: str) -> Any:
         dtype=torch.float64,
         log=Path(log),
     )
-    outcome = ranks.run_job(ranks.set_up(options, world), rank, world)
+    outcome = ranks.run_job(ranks.set_up(options, world), rank, world, kind)
     if outcome is None:
         return None
     rows = ranks.summary(outcome)
@@ -37,8 +37,11 @@ def demo(rank: int, world: int, log: str) -> Any:
     return outcome.equal, [each.ooms for each in outcome.ranks], table(outcome), rows, shown
 
 
-def test_one_rank_runs_out_and_the_loss_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
-    found, nothing = values(run_ranks(demo, str(tmp_path / "run.jsonl")))
+@pytest.mark.parametrize("kind", ranks.KINDS)
+def test_one_rank_runs_out_and_the_loss_is_that_of_an_undisturbed_run(
+    kind: ranks.Kind, tmp_path: Path
+) -> None:
+    found, nothing = values(run_ranks(demo, str(tmp_path / "run.jsonl"), kind))
     assert nothing is None  # rank 0 tells of the job
     equal, (undisturbed, disturbed), losses, rows, shown = found
     assert equal
@@ -72,5 +75,5 @@ def test_a_job_of_the_wrong_size_is_told_how_to_start(
     if world is not None:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", world)
-    assert command.main([*QUICK, "--distributed", "ddp"]) == 2
-    assert ranks.COMMAND in capsys.readouterr().err
+    assert command.main([*QUICK, "--distributed", "fsdp2"]) == 2
+    assert f"{ranks.COMMAND} fsdp2" in capsys.readouterr().err

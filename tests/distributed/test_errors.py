@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs import DistributedOptions, ElasticMBS, MemoryOptions
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.ddp import FailingBackward, caught, data, failing, joined, net, worst
-from tests.helpers.ranks import Outcome, run_ranks, values
+from stress.ranks.job import Outcome, run_ranks, values
+from stress.ranks.losses import data
+from tests.helpers.ddp import FailingBackward, caught, failing, joined, net, worst
 
 TIMEOUT = DistributedOptions(timeout=20)
 SHORT = MemoryOptions(wait_for_memory=0)

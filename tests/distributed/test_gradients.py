@@ -22,8 +22,9 @@ from elastic_mbs import (
     elastic_step,
 )
 from elastic_mbs.sinks.log_reader import files_of, read_log
-from tests.helpers.ddp import FailingBackward, data, failing, joined, net, worst
-from tests.helpers.ranks import run_ranks, values
+from stress.ranks.job import run_ranks, values
+from stress.ranks.losses import data
+from tests.helpers.ddp import FailingBackward, failing, joined, net, worst
 
 TIMEOUT = DistributedOptions(timeout=20)
 STEPS = 4

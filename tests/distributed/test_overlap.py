@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import DistributedOptions, ElasticMBS, GradientOptions, Policy, UsageError
 from elastic_mbs.distributed import buckets, overlap, replicas
-from tests.helpers.ddp import caught, data, joined, net, worst
-from tests.helpers.ranks import run_ranks, values
+from stress.ranks.job import run_ranks, values
+from stress.ranks.losses import data
+from tests.helpers.ddp import caught, joined, net, worst
 
 
 def square(out: Tensor) -> Tensor:
@@ -87,10 +88,10 @@ def sums_of_calls(rank: int, world: int, overlap: bool) -> tuple[list[int], int,
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_sums_begin_while_the_last_backward_runs(overlap: bool) -> None:
-    # All but the losses', from the second call on: in the first one ranks have not met.
+    # From the second call on: in the first one ranks have not met.
     for inside, begun, error in values(run_ranks(sums_of_calls, overlap)):
         assert inside == ([0, 4, 4, 4] if overlap else [0, 0, 0, 0])
-        assert begun == 5
+        assert begun == 4
         assert error < 1e-12
 
 
@@ -277,7 +278,7 @@ def test_the_hooks_go_with_the_sums_they_are_for(monkeypatch: pytest.MonkeyPatch
     model, group = net(), object()
     leaves = list(model.parameters())
     first, second = (
-        overlap.Overlap(buckets.Buckets(leaves, turns=False), torch.zeros(1), group)  # type: ignore[arg-type]
+        overlap.Overlap(buckets.Buckets(leaves, turns=False), group)  # type: ignore[arg-type]
         for _ in range(2)
     )
     del first

@@ -13,8 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs import DistributedOptions, ElasticMBS, GradientOptions, UsageError
-from tests.helpers.ddp import caught, data, net
-from tests.helpers.ranks import run_ranks, values
+from stress.ranks.job import run_ranks, values
+from stress.ranks.losses import data
+from tests.helpers.ddp import caught, net
 
 
 def hooked() -> DDP:

@@ -21,9 +21,11 @@ from elastic_mbs import (
     StepResult,
     elastic_step,
 )
-from tests.helpers.ddp import FailingBackward, data, failing, joined
-from tests.helpers.ranks import run_ranks, values
-from tests.helpers.shards import Block, Net, alike, by_columns, full, sharded, worst
+from stress.ranks.job import run_ranks, values
+from stress.ranks.losses import data
+from stress.ranks.shards import by_columns, full
+from tests.helpers.ddp import FailingBackward, failing, joined
+from tests.helpers.shards import Block, Net, alike, sharded, worst
 
 TIMEOUT = DistributedOptions(timeout=20)
 STEPS = 4

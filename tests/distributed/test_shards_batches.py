@@ -22,9 +22,11 @@ from elastic_mbs import (
     MicroBatch,
     Policy,
 )
-from tests.helpers.ddp import FailingBackward, caught, data, failing, joined
-from tests.helpers.ranks import run_ranks, values
-from tests.helpers.shards import Net, alike, full, sharded, worst
+from stress.ranks.job import run_ranks, values
+from stress.ranks.losses import data
+from stress.ranks.shards import full
+from tests.helpers.ddp import FailingBackward, caught, failing, joined
+from tests.helpers.shards import Net, alike, sharded, worst
 
 TIMEOUT = DistributedOptions(timeout=20)
 STEPS = 4

@@ -15,9 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from elastic_mbs import DistributedOptions, ElasticMBS, MemoryBudget, MemoryOptions
 from elastic_mbs.testing import InjectOOM
-from tests.helpers.ddp import caught, data, joined, same
-from tests.helpers.ranks import DIED, run_ranks, values
-from tests.helpers.shards import Net, sharded, states, worst
+from stress.ranks.job import DIED, run_ranks, values
+from stress.ranks.losses import data
+from stress.ranks.shards import states
+from stress.ranks.training import same
+from tests.helpers.ddp import caught, joined
+from tests.helpers.shards import Net, sharded, worst
 
 TIMEOUT = DistributedOptions(timeout=20)
 SHORT = MemoryOptions(wait_for_memory=0)

@@ -19,8 +19,9 @@ from elastic_mbs import (
     GradientOptions,
     UsageError,
 )
-from tests.helpers.ddp import caught, data, joined
-from tests.helpers.ranks import run_ranks, values
+from stress.ranks.job import run_ranks, values
+from stress.ranks.losses import data
+from tests.helpers.ddp import caught, joined
 from tests.helpers.shards import Net, sharded, worst
 
 TIMEOUT = DistributedOptions(timeout=20)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.testing import InjectOOM
+from stress.ranks.job import run_ranks, values
 from tests.helpers.ddp import net
-from tests.helpers.ranks import run_ranks, values
 
 
 class Asks(nn.Module):

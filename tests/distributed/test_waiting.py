@@ -9,8 +9,9 @@ import time
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs import DistributedOptions, ElasticMBS
-from tests.helpers.ddp import caught, data, net
-from tests.helpers.ranks import DIED, HANG, run_ranks
+from stress.ranks.job import DIED, HUNG, run_ranks
+from stress.ranks.losses import data
+from tests.helpers.ddp import caught, net
 
 TIMEOUT = 4.0
 LOST = "PeerError: the other ranks cannot be reached at the end of a batch (batch 2): "
@@ -57,7 +58,7 @@ def test_a_rank_that_was_killed_is_an_error_on_the_others_at_once() -> None:
 
 def test_a_rank_that_hangs_is_named_after_the_time_out() -> None:
     first, second, third = run_ranks(run_until, "hangs", world=3, wall=25)
-    assert second.status == HANG
+    assert second.status == HUNG
     found = [first.value[0], third.value[0]]
     assert all(each.startswith(LOST) for each in found)
     assert any("no answer within 4 s: rank 1 did not come" in each for each in found)

@@ -16,13 +16,6 @@ def net(seed: int = 0) -> nn.Sequential:
     ).double()
 
 
-def data(rank: int, step: int, samples: int | None = None) -> Tensor:
-    """Return the batch of one rank: ranks have different ones, of different lengths."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    length = 6 + 3 * rank if samples is None else samples
-    return torch.randn(length, 4, dtype=torch.float64, generator=generator)
-
-
 def worst(model: nn.Module, reference: nn.Module) -> float:
     """Return max|Δ|/max|reference| over the gradients; infinite where one is missing."""
     found = 0.0
@@ -35,14 +28,6 @@ def worst(model: nn.Module, reference: nn.Module) -> float:
         scale = float(right.grad.abs().max()) or 1.0
         found = max(found, float((mine.grad - right.grad).abs().max()) / scale)
     return found
-
-
-def same(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> bool:
-    """Return whether two lists of tensors are the same, bit for bit."""
-    return all(
-        new is None if old is None else new is not None and torch.equal(old, new)
-        for old, new in zip(before, after, strict=True)
-    )
 
 
 def joined(batches: Sequence[Tensor | None]) -> Tensor:

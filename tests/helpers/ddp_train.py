@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs import DistributedOptions, ElasticMBS
-from tests.helpers.ddp import FailingBackward, data, failing, joined, net
+from stress.ranks.losses import data
+from tests.helpers.ddp import FailingBackward, failing, joined, net
 
 STEPS, KILLED, EVERY = 12, 7, 3
 

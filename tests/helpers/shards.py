@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
+
+from stress.ranks.shards import full
 
 
 class Block(nn.Module):
@@ -70,17 +70,6 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-def by_columns(parameter: nn.Parameter) -> Shard:
-    """Return the placement of a parameter: its columns, where they divide by any number here."""
-    columns = parameter.ndim == 2 and parameter.shape[1] % dist.get_world_size() == 0
-    return Shard(1 if columns else 0)
-
-
-def full(tensor: Tensor | None) -> Tensor | None:
-    """Return the values of all ranks' shards. Every rank calls it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def worst(model: nn.Module, reference: nn.Module) -> float:
     """Return max|Δ|/max|reference| over the gradients; infinite where one is missing."""
     found = 0.0
@@ -106,15 +95,3 @@ def _values(parameter: Tensor) -> Tensor:
     found = full(parameter.detach())
     assert found is not None
     return found
-
-
-def states(model: nn.Module, *, buffers: bool = True) -> list[Tensor | None]:
-    """Return copies of this rank's parameters and gradients, and of its buffers."""
-    with torch.no_grad():
-        found = [each for p in model.parameters() for each in (p, p.grad)]
-        found += model.buffers() if buffers else ()
-        return [None if each is None else _local(each).clone() for each in found]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic_mbs import ElasticMBS
+from stress.ranks.job import run_ranks, values
 from tests.helpers.ddp import FailingBackward, caught, failing
-from tests.helpers.ranks import run_ranks, values
 from tests.helpers.steps import mlp, pairs
 
 pytestmark = [pytest.mark.no_oom_injection]

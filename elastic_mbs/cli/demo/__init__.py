@@ -3,7 +3,7 @@
 A co-tenant comes and goes. The GPT is trained twice, the second time without limits and without
 this package, and both loss curves are compared. On a CPU there is a second act: a document that
 needs more than there is, although it is alone. `elastic_mbs/cli/demo/run.py` holds the training
-loop. With `--distributed ddp`, under torchrun, it is a job of several ranks, one of which runs out.
+loop. With `--distributed`, under torchrun, it is a job of several ranks, one of which runs out.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument(
         "--distributed",
-        choices=("ddp",),
-        help=f"a job of several ranks, one of which runs out: {ranks.COMMAND}",
+        choices=tuple(ranks.KINDS),
+        help=f"a job of several ranks, one of which runs out: {ranks.COMMAND} ddp",
     )
     _add_output(parser)
 
@@ -109,7 +109,7 @@ def main(arguments: argparse.Namespace) -> int:
         # processes on two cores, two threads took 11 to 55 s for what one did in 0.9 s.
         torch.set_num_threads(1)
     if arguments.distributed is not None:
-        return _job(options, arguments.out, with_page=not arguments.no_page)
+        return _job(options, arguments.distributed, arguments.out, with_page=not arguments.no_page)
     setting = prepare(options)
     print(introduction(setting), flush=True)
     outcome = run_both(setting, Notes(options.steps, setting.budget))
@@ -130,14 +130,14 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if equal and outcome.ooms else 1
 
 
-def _job(options: Options, out: Path, *, with_page: bool) -> int:
+def _job(options: Options, kind: ranks.Kind, out: Path, *, with_page: bool) -> int:
     """Run the demo as one rank of a job; rank 0 tells of it, and has its exit code."""
-    rank, world, options = ranks.begin(options)
+    rank, world, options = ranks.begin(options, kind)
     try:
         setting = ranks.set_up(options, world)
         if rank == 0:
-            print(ranks.introduction(setting, world), flush=True)
-        outcome = ranks.run_job(setting, rank, world)
+            print(ranks.introduction(setting, world, kind), flush=True)
+        outcome = ranks.run_job(setting, rank, world, kind)
         if outcome is None:
             return 0
         rows = ranks.summary(outcome)

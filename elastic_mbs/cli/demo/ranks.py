@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs.cli.demo.compare import (
@@ -27,13 +28,17 @@ from elastic_mbs.cli.demo.compare import (
     measure,
     prepare,
 )
+from elastic_mbs.cli.demo.gpt import GPT
 from elastic_mbs.cli.demo.run import train, train_plainly
 from elastic_mbs.cli.demo.tenant import Script, TenantMove, limited, write_script
 from elastic_mbs.cli.demo.text import Batch
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone, Event, format_bytes
 
-COMMAND = "torchrun --nproc-per-node 2 -m elastic_mbs demo --distributed ddp"
+COMMAND = "torchrun --nproc-per-node 2 -m elastic_mbs demo --distributed"
+
+Kind = Literal["ddp", "fsdp2"]
+KINDS: dict[Kind, str] = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
 
 
 class Figures(NamedTuple):
@@ -80,7 +85,7 @@ class RankNotes(Notes):
             print(f"    rank {self._rank}: {event.line()}", flush=True)
 
 
-def begin(options: Options) -> tuple[int, int, Options]:
+def begin(options: Options, kind: Kind) -> tuple[int, int, Options]:
     """Join the job; return this rank, how many there are, and the options with its device.
 
     Raises:
@@ -88,12 +93,12 @@ def begin(options: Options) -> tuple[int, int, Options]:
             documents.
     """
     if not dist.is_available() or "RANK" not in os.environ:
-        raise UsageError(f"--distributed is for a job of several processes: {COMMAND}")
+        raise UsageError(f"--distributed is for a job of several processes: {COMMAND} {kind}")
     world = int(os.environ["WORLD_SIZE"])
     if world < 2 or options.batch < 2 * world:
         raise UsageError(
             f"--distributed with {world} ranks and --batch {options.batch}: at least two ranks are "
-            f"needed, and two documents for each: {COMMAND}"
+            f"needed, and two documents for each: {COMMAND} {kind}"
         )
     device, backend = torch.device("cpu"), "gloo"
     if options.device.type == "cuda":  # cuda-only
@@ -113,20 +118,48 @@ def set_up(options: Options, world: int) -> Setting:
         share = setting.loader.longest(options.batch // world)
         whole = measure(setting.model, share, options.device)
         setting = replace(setting, budget=max(3 * setting.one, round(0.3 * whole)))
-    return replace(setting, budget=setting.budget + _buckets(setting))
+    return replace(setting, budget=setting.budget + _beside(setting))
 
 
-def _buckets(setting: Setting) -> int:
-    """Return the bytes of DDP's own buckets and of those of the sums."""
+def _beside(setting: Setting) -> int:
+    """Return the bytes that a rank holds beside those of a lone process.
+
+    They are DDP's own buckets and those of the sums. Shards, and the memory of their collectives,
+    take no more: a rank has only a part of the optimizer's state.
+    """
     return 2 * sum(parameter.nbytes for parameter in setting.model.parameters())
 
 
-def run_job(setting: Setting, rank: int, world: int) -> JobOutcome | None:
+def _wrapped(model: GPT, kind: Kind, device: torch.device) -> nn.Module:
+    """Return the model in DDP, or sharded by block."""
+    if kind == "ddp":
+        return DDP(model, device_ids=None if device.type == "cpu" else [device])
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # its import takes half a second
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@torch.no_grad()
+def _whole(model: GPT, like: GPT) -> GPT:
+    """Return a model with the values of all shards. Every rank calls it."""
+    whole = copy.deepcopy(like)
+    for parameter, mine in zip(whole.parameters(), model.parameters(), strict=True):
+        gather = getattr(mine, "full_tensor", None)  # of a DTensor
+        parameter.copy_(mine if gather is None else gather())
+    return whole
+
+
+def run_job(setting: Setting, rank: int, world: int, kind: Kind) -> JobOutcome | None:
     """Train on all ranks, and on rank 0 once more without limits; return its outcome there."""
     options = setting.options
     device, disturbed = options.device, rank == world - 1
     model = copy.deepcopy(setting.model).to(device)
-    ddp = DDP(model, device_ids=None if device.type == "cpu" else [device])
+    wrapped = _wrapped(model, kind, device)
     notes = RankNotes(options.steps, setting.budget, rank)
     began = time.perf_counter()
     with limited(setting.budget, device) if disturbed else nullcontext() as leave:
@@ -136,14 +169,15 @@ def run_job(setting: Setting, rank: int, world: int) -> JobOutcome | None:
             assert leave is not None
             leave(move.left)
 
-        floor = round(1.25 * setting.one) + _buckets(setting)
+        floor = round(1.25 * setting.one) + _beside(setting)
         moves = write_script(options.steps, setting.budget, floor) if disturbed else []
         script = Script(moves, lambda: len(notes.results), make)
         model.blocks[-1].register_forward_hook(script.forward)
         mine = ({key: rows[rank::world] for key, rows in batch.items()} for batch in setting.loader)
-        train(ddp, notes.steps_of(mine), notes.event, notes.results.append, options.log)
+        train(wrapped, notes.steps_of(mine), notes.event, notes.results.append, options.log)
     seconds = time.perf_counter() - began
     ranks = _gathered(notes, seconds, world)
+    trained = _whole(model, setting.model)
     if rank:
         return None
     notes.moves = ranks[-1].moves
@@ -155,7 +189,7 @@ def run_job(setting: Setting, rank: int, world: int) -> JobOutcome | None:
     return JobOutcome(
         notes,
         reference,
-        largest_difference(model, twin),
+        largest_difference(trained.to(device), twin),
         seconds,
         time.perf_counter() - between,
         ROUNDING[options.dtype],
@@ -179,12 +213,12 @@ def _gathered(notes: Notes, seconds: float, world: int) -> tuple[Figures, ...]:
     return tuple(found)
 
 
-def introduction(setting: Setting, world: int) -> str:
+def introduction(setting: Setting, world: int, kind: Kind) -> str:
     """Return the introduction of the job."""
     options = setting.options
     return (
         f"A GPT of {sum(parameter.numel() for parameter in setting.model.parameters()):,} "
-        f"parameters in DistributedDataParallel on {world} ranks, "
+        f"parameters in {KINDS[kind]} on {world} ranks, "
         f"{str(options.dtype).removeprefix('torch.')} on {options.device}.\n"
         f"{options.steps} steps of {options.batch} documents, each rank with its part. Rank "
         f"{world - 1} has {format_bytes(setting.budget)}, which a co-tenant takes a part of for a "

@@ -7,9 +7,9 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel
 
-import elastic_mbs
+from . import round
 
-__all__ = ["elastic_mbs", "torch"]
+__all__ = ["round", "torch"]
 
 gc.collect()
 gc.freeze()  # or each collection of a recovery would walk torch's compiler

@@ -19,15 +19,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-HANG = "hang"
+OK = "ok"
+ERROR = "error"
+HUNG = "hang"
 DIED = "died"
 
 
 class Outcome(NamedTuple):
-    """What became of one rank.
+    """The end of one rank: how, and with which value.
 
     Attributes:
-        status: "ok", "error", HANG or DIED.
+        status: OK, ERROR, HUNG or DIED.
         value: what its function returned, or the error in words.
     """
 
@@ -46,10 +48,10 @@ def _rank(
         dist.init_process_group(
             "gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60)
         )
-        queue.put((rank, Outcome("ok", fn(rank, world, *args))))
+        queue.put((rank, Outcome(OK, fn(rank, world, *args))))
     except BaseException as error:
         words = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-3000:]}"
-        queue.put((rank, Outcome("error", words)))
+        queue.put((rank, Outcome(ERROR, words)))
     queue.close()
     queue.join_thread()
     os._exit(0)  # no waiting for the groups of others
@@ -58,12 +60,12 @@ def _rank(
 def run_ranks(
     fn: Callable[..., Any], *args: Any, world: int = 2, wall: float = 60.0
 ) -> list[Outcome]:
-    """Run `fn(rank, world, *args)` on every rank; return what became of each.
+    """Run `fn(rank, world, *args)` on every rank; return the end of each.
 
     A rank that has not ended within `wall` seconds is a hang, and is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.ranks_preload"])
+    context.set_forkserver_preload([f"{__package__}.preload"])
     queue = context.Queue()
     store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     ranks = [
@@ -84,7 +86,7 @@ def run_ranks(
                 break
     for rank, each in enumerate(ranks):
         each.join(1.0)
-        found.setdefault(rank, Outcome(HANG if each.is_alive() else DIED, each.exitcode))
+        found.setdefault(rank, Outcome(HUNG if each.is_alive() else DIED, each.exitcode))
         if each.is_alive():
             each.kill()
             each.join()
@@ -94,5 +96,5 @@ def run_ranks(
 def values(outcomes: list[Outcome]) -> list[Any]:
     """Return what all ranks have returned, if none has failed."""
     for rank, outcome in enumerate(outcomes):
-        assert outcome.status == "ok", f"rank {rank}: {outcome.status}: {outcome.value}"
+        assert outcome.status == OK, f"rank {rank}: {outcome.status}: {outcome.value}"
     return [outcome.value for outcome in outcomes]
