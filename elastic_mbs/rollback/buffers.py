@@ -35,6 +35,7 @@ from elastic_mbs.rollback.places import (
     containers_of,
     copyable,
     is_state,
+    is_torchs,
     keeps_statistics,
     same_bits,
     switched,
@@ -221,7 +222,7 @@ class BufferCopies:
             known=known,
             changing=Places.of(changing),
             still=Places.of(still),
-            numbers=Numbers.of(layout.modules),
+            numbers=Numbers.of([each for each in layout.modules if self._counts(layout, each)]),
             containers=[
                 (module, name)
                 for module in layout.modules
@@ -230,6 +231,14 @@ class BufferCopies:
             ],
             open=() if known else layout.modules,
         )
+
+    def _counts(self, layout: _Layout, module: nn.Module) -> bool:
+        """Return whether a module's numbers go back after a failure.
+
+        The numbers of torch's own modules are settings. A first call looks at them all the same.
+        """
+        own = is_torchs(module) and (layout.key, layout.modes) in self._learned
+        return not own or id(module) in layout.beside or self._changing.has(module)
 
     def _follows(self, layout: _Layout, module: nn.Module, name: str) -> bool:
         """Return whether a container goes back after a failure, of a loss function that is known.

@@ -327,6 +327,11 @@ NOWHERE = Places.of([])
 NOTHING = Snapshot(NOWHERE, [], [], [], Numbers.of([]), [])
 
 
+def is_torchs(module: nn.Module) -> bool:
+    """Return whether the class of a module is one of torch's own."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
 def keeps_statistics(module: nn.Module) -> bool:
     """Return whether a module is one of torch's own with running statistics.
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elastic_mbs.rollback.places import Numbers, containers_of, tensors_of
+from elastic_mbs.rollback.places import Numbers, containers_of, is_torchs, tensors_of
 
 FAR, NEAR = 5_000, 100  # objects that are looked at
 _NUMPYS = {"numpy.random._generator", "numpy.random.mtrand"}
@@ -81,7 +81,7 @@ def can_keep_state(module: nn.Module) -> bool:
     Of torch's own modules a step changes running statistics. A module of the user's can change its
     buffers, and its attributes that are tensors, containers, numbers, flags or strings.
     """
-    if type(module).__module__.startswith("torch.nn."):
+    if is_torchs(module):
         return "running_mean" in module._buffers
     numbers = any(map(isinstance, Numbers.of([module]).values, repeat(int | float | str)))
     return bool(numbers or module._buffers or tensors_of(module) or containers_of(module))
