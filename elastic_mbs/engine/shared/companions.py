@@ -119,8 +119,8 @@ def _next(value: Any) -> Iterable[Any]:
         return ()
     if "__wrapped__" in own:
         return (own["__wrapped__"],)
-    if _is_foreign(kind):
-        return ()
+    if _is_foreign(kind):  # nn.Sequential can hold modules of the user's
+        return own.get("_modules", {}).values() if issubclass(kind, nn.Module) else ()
     # What an object of the user's does when it is called is in a function of its class.
     code = "forward" if issubclass(kind, nn.Module) else "__call__"
     return [*own.values(), getattr(kind, code, None)]
