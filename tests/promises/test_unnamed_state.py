@@ -246,9 +246,8 @@ def test_a_global_generator_of_a_layer_is_put_back(call: int) -> None:
     batch = pairs(8)
     for inject in every_operation(first=1 + call % 2, stride=2, least=10):
         step = noise_inside(None)
-        mbs, partitions = elastic(step.model, micro_batch_size=4, min_micro_batch_size=2), []
-        for _ in range(call - 1):
-            partitions.append(run(step, mbs, 1, batch).partition)
+        mbs = elastic(step.model, micro_batch_size=4, min_micro_batch_size=2)
+        partitions = [run(step, mbs, 1, batch).partition for _ in range(call - 1)]
         with inject:
             partitions.append(run(step, mbs, 1, batch).partition)
         ours = step.state()

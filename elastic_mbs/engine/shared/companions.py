@@ -79,9 +79,12 @@ def can_keep_state(module: nn.Module) -> bool:
     Of torch's own modules a step changes running statistics. A module of the user's can change its
     buffers, and its attributes that are tensors, containers, numbers, flags or strings.
     """
-    if type(module).__module__.startswith("torch.nn."):
+    kind: Any = type(module)
+    if kind.__module__.startswith("torch.nn."):
         return "running_mean" in module._buffers
-    numbers = any(map(isinstance, Numbers.of([module]).values, repeat(int | float | str)))
+    numbers = not _is_foreign(kind) and any(
+        map(isinstance, Numbers.of([module]).values, repeat(int | float | str))
+    )
     return bool(numbers or module._buffers or tensors_of(module) or containers_of(module))
 
 
