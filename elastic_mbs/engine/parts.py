@@ -33,6 +33,7 @@ from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.snapshot import Snapshot
 from elastic_mbs.events import Deescalated
+from elastic_mbs.rollback.places import keeps_statistics
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,11 @@ class CallParts:
         if first:
             model, changes = self.resources.model, self.resources.buffers.changes
             # State that has not changed can do so in a later call: a flag that a piece raises and
-            # lowers, a metric that comes into use.
+            # lowers, a metric that comes into use. Frozen statistics stay as they are.
             model.accompany(
-                [each for each in model.companions if changes(each) or can_keep_state(each)]
+                each
+                for each in model.companions
+                if changes(each) or (can_keep_state(each) and not keeps_statistics(each))
             )
 
 

@@ -324,16 +324,16 @@ def _time(value: Any) -> float:
 def _decode(record: Mapping[str, Any]) -> Event | None:
     """Return the event; None where this version has no such event, or one with other fields."""
     try:
-        kind = _EVENTS[record["event"]]
-        return kind(
-            **{
-                name: _checked(record[name], kinds)
-                for name, kinds in _fields_of(kind)
-                if name in record
-            }
-        )
+        kind: Any = _EVENTS[record["event"]]  # mypy takes a class for one without a hash
+        values = {
+            name: _checked(record[name], kinds)
+            for name, kinds in _fields_of(kind)
+            if name in record
+        }
+        event: Event = kind(**values)
     except (KeyError, TypeError):
         return None  # unknown name, other type, or a field without a default is missing
+    return event
 
 
 @functools.cache

@@ -167,16 +167,17 @@ def test_a_rate_that_every_piece_sets_to_one_value_is_right_after_a_failure_anyw
 
     def loss_fn(b: Pair) -> Tensor:
         rates.append(optimizer.param_groups[0]["lr"])
-        scheduler.step_update(step)
+        scheduler.step_update(scheduler.updates)
         return cross_entropy(model)(b)
 
     batch = pairs()
-    for step in range(1, 12):
+    for at in range(1, 12):
+        scheduler.updates = at
         rates.clear()
-        with InjectOOM(at=[step]):
+        with InjectOOM(at=[at]):
             mbs.backward(loss_fn, batch)
-        assert rates[0] == 0.5 ** (step - 1)
-        assert optimizer.param_groups[0]["lr"] == 0.5**step
+        assert rates[0] == 0.5 ** (at - 1)
+        assert optimizer.param_groups[0]["lr"] == 0.5**at
         optimizer.step()
         optimizer.zero_grad()
 

@@ -150,6 +150,28 @@ def generators(make: Callable[[], Any], draw: Callable[[Any], float]) -> Step:
     return step
 
 
+DRAWS = torch.Generator()
+
+
+class Noisy(nn.Module):
+    """A layer inside another one that draws from a generator of its own or from a global one."""
+
+    def __init__(self, own: torch.Generator | None) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = DRAWS if self.own is None else self.own
+        return x + torch.rand(x.shape, generator=generator, dtype=x.dtype)
+
+
+def noise_inside(own: torch.Generator | None) -> Step:
+    model = nn.Sequential(nn.Sequential(Noisy(own)), *mlp())
+    DRAWS.manual_seed(3)
+    draws = DRAWS if own is None else own
+    return Step(model, lambda b: functional.cross_entropy(model(b[0]), b[1]), [draws])
+
+
 def climb() -> Step:
     """Return a step that climbs inside the block, as SAM does, and goes back."""
     model = mlp()
@@ -177,6 +199,7 @@ KINDS: dict[str, Callable[[], Step]] = {
     "gradients of buffers": codebook,
     "a metric in the model": lambda: metric(given=True, in_place=True),
     "a metric beside it": lambda: metric(given=False, in_place=False),
+    "a generator of a layer": lambda: noise_inside(torch.Generator().manual_seed(3)),
     "a generator of torch": lambda: generators(
         lambda: torch.Generator().manual_seed(3),
         lambda own: torch.rand((), generator=own).item(),
@@ -216,6 +239,22 @@ def test_state_is_as_if_the_failed_attempt_had_not_been_made(
             result = run(step, mbs, door, batch)
         by_hand(twin, result.partition, batch)
         assert same(step.state(), twin.state()), (inject.hits, result.partition)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_global_generator_of_a_layer_is_put_back(call: int) -> None:
+    batch = pairs(8)
+    for inject in every_operation(first=1 + call % 2, stride=2, least=10):
+        step = noise_inside(None)
+        mbs = elastic(step.model, micro_batch_size=4, min_micro_batch_size=2)
+        partitions = [run(step, mbs, 1, batch).partition for _ in range(call - 1)]
+        with inject:
+            partitions.append(run(step, mbs, 1, batch).partition)
+        ours = step.state()
+        twin = noise_inside(None)  # the generator is the same one, so one runs after the other
+        for partition in partitions:
+            by_hand(twin, partition, batch)
+        assert same(ours, twin.state()), (inject.hits, partitions)
 
 
 # ---------------------------------------------------------------------- parameters

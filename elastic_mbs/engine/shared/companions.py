@@ -81,9 +81,12 @@ def can_keep_state(module: nn.Module) -> bool:
     Of torch's own modules a step changes running statistics. A module of the user's can change its
     buffers, and its attributes that are tensors, containers, numbers, flags or strings.
     """
+    kind: Any = type(module)
     if is_torchs(module):
         return "running_mean" in module._buffers
-    numbers = any(map(isinstance, Numbers.of([module]).values, repeat(int | float | str)))
+    numbers = not _is_foreign(kind) and any(
+        map(isinstance, Numbers.of([module]).values, repeat(int | float | str))
+    )
     return bool(numbers or module._buffers or tensors_of(module) or containers_of(module))
 
 
@@ -144,8 +147,8 @@ def _of_object(value: Any) -> Iterable[Any]:
         return ()
     if "__wrapped__" in own:
         return (own["__wrapped__"],)
-    if _is_foreign(kind):
-        return ()
+    if _is_foreign(kind):  # nn.Sequential can hold modules of the user's
+        return own.get("_modules", {}).values() if issubclass(kind, nn.Module) else ()
     # What an object of the user's does when it is called is in a function of its class.
     code = "forward" if issubclass(kind, nn.Module) else "__call__"
     return [*own.values(), getattr(kind, code, None)]
