@@ -82,7 +82,8 @@ def test_measured_steps_give_the_time_and_what_is_fastest(
     seconds = [row["seconds"] for row in found["sizes"]]
     assert 0 < seconds[0] <= seconds[-1]  # as many samples in one piece and in many
     ways = {way["name"]: way for way in found["ways"]}
-    assert ways.keys() == {"none", "offload", "checkpoint"}
+    blocks = {f"checkpoint ({count} of 2 blocks)" for count in (1, 2)}
+    assert ways.keys() >= {"none", "offload"} | blocks
     assert found["fastest"] == min(ways, key=lambda name: ways[name]["seconds"])
     assert main(["plan", "train.py:make", "--budget", "2MiB", "--compare"]) == 0
     assert "fastest: not known" in capsys.readouterr().out
