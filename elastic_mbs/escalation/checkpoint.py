@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.errors import ReplayUnsafeError
 from elastic_mbs.escalation.inputs import Inputs
-from elastic_mbs.rollback.places import Contents, containers_of
+from elastic_mbs.rollback.attributes import Contents, containers_of
 from elastic_mbs.rollback.random_streams import RandomStreams, StreamState
 
 Attributes = dict[str, Any]  # of one module, by name

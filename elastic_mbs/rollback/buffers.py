@@ -18,28 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs.rollback.places import (
+from elastic_mbs.rollback.attributes import (
     ABSENT,
     CONTAINERS,
+    Contents,
+    Key,
+    Numbers,
+    containers_of,
+    is_torchs,
+    tensors_of,
+)
+from elastic_mbs.rollback.places import (
     NOTHING,
     NOWHERE,
     Changing,
-    Contents,
     GradientsOf,
-    Key,
     Memory,
-    Numbers,
     Place,
     Places,
     Snapshot,
-    containers_of,
     copyable,
     is_state,
-    is_torchs,
     keeps_statistics,
     same_bits,
     switched,
-    tensors_of,
     versions,
 )
 

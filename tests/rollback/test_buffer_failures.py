@@ -144,7 +144,9 @@ def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure(
 @pytest.mark.parametrize("known", [False, True])
 def test_an_interrupt_at_any_line_leaves_the_rollback_right(known: bool) -> None:
     for strike in until_clean(
-        lambda n: AtLine(n, "rollback/buffers.py", "rollback/places.py"), stride=7, least=50
+        lambda n: AtLine(n, "rollback/buffers.py", "rollback/places.py", "rollback/attributes.py"),
+        stride=7,
+        least=50,
     ):
         run, begun = Run(known=known), False
         with strike, suppress(KeyboardInterrupt):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elastic_mbs.rollback.places import Numbers, containers_of, is_torchs, tensors_of
+from elastic_mbs.rollback.attributes import Numbers, containers_of, is_torchs, tensors_of
 
 FAR, NEAR = 5_000, 100  # objects that are looked at
 _NUMPYS = {"numpy.random._generator", "numpy.random.mtrand"}
