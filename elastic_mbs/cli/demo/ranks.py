@@ -182,8 +182,7 @@ def run_job(setting: Setting, rank: int, world: int, kind: Kind) -> JobOutcome |
         return None
     notes.moves = ranks[-1].moves
     between = time.perf_counter()
-    twin = copy.deepcopy(setting.model).to(device)
-    reference: list[float] = []
+    twin, reference = copy.deepcopy(setting.model).to(device), list[float]()
     whole = ({key: rows.to(device) for key, rows in batch.items()} for batch in setting.loader)
     train_plainly(twin, whole, reference.append)
     return JobOutcome(
