@@ -82,7 +82,7 @@ class Snapshot:
         """Take the modules' modes, the gradient mode and the rates, as an attempt begins."""
         self._grad_enabled = torch.is_grad_enabled()
         self._attempt_modes = self._resources.model.training()
-        self._attempt_rates = self._read_rates()
+        self._attempt_rates = Rates.of(filter(self._resources.trains, optimizers()))
         if not self._modes.modules:
             self._modes, self._rates = self._attempt_modes, self._attempt_rates
 
@@ -167,7 +167,7 @@ class Snapshot:
             StepInsideError: a rate has moved.
         """
         if first:
-            self._later_rates = self._read_rates()
+            self._later_rates = self._attempt_rates.now()
             return
         change = self._later_rates.change()
         if change is not None:
@@ -175,9 +175,6 @@ class Snapshot:
                 f"a learning rate went from {change} inside the step function, which runs once "
                 "for each piece: change it once, before or after the batch"
             )
-
-    def _read_rates(self) -> Rates:
-        return Rates.of(filter(self._resources.trains, optimizers()))
 
     @property
     def watches_buffers(self) -> bool:

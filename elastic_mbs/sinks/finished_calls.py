@@ -23,7 +23,7 @@ _FACTS = re.compile(
 _SIZE = 18  # digits of a whole number; with more it is none
 
 
-class Facts(NamedTuple):
+class CallFacts(NamedTuple):
     """The facts of a call, but for its time and memory."""
 
     key: str
@@ -32,16 +32,16 @@ class Facts(NamedTuple):
     size: int  # micro-batch size at its end
 
 
-class Calls(NamedTuple):
+class CallSums(NamedTuple):
     """The sums over some calls without failures."""
 
     number: int
-    facts: dict[Facts, int]  # with the number of calls, in the order of the last call of each
+    facts: dict[CallFacts, int]  # with the number of calls, in the order of the last call of each
     seconds: list[float]  # of each call that tells them
     peak: int | None  # most bytes of ours
 
     @classmethod
-    def of(cls, lines: Sequence[Line]) -> Calls:
+    def of(cls, lines: Sequence[Line]) -> CallSums:
         """Return the sums over these lines, of which there is one at least."""
         facts, seconds, *memory, _ = zip(*lines, strict=True)
         numbers = Counter(facts)
@@ -79,11 +79,11 @@ def others(found: Sequence[Line]) -> Iterator[int]:
 
 
 @functools.lru_cache(64)
-def _facts_of(text: bytes) -> Facts:
+def _facts_of(text: bytes) -> CallFacts:
     found = _FACTS.fullmatch(text)
     assert found is not None  # it is a part of `_pattern`
     key, mode, samples, size = found.groups()
-    return Facts(json.loads(key), mode.decode(), int(samples), int(size))
+    return CallFacts(json.loads(key), mode.decode(), int(samples), int(size))
 
 
 @functools.lru_cache(64)

@@ -17,7 +17,7 @@ from typing import Any
 from elastic_mbs import events
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone, CallFailed, Event
-from elastic_mbs.sinks.finished_calls import Calls, Line, others, search
+from elastic_mbs.sinks.finished_calls import CallSums, Line, others, search
 from elastic_mbs.sinks.run_log import SCHEMA
 
 BLOCK = 1024**2  # bytes of lines that are read at once
@@ -85,7 +85,7 @@ class Totals:
             self.ended_seconds += event.seconds or 0.0
             self.lost += event.seconds_lost
 
-    def add_calls(self, calls: Calls) -> None:
+    def add_calls(self, calls: CallSums) -> None:
         """Take calls without failures."""
         self.calls += calls.number
         for (key, mode, samples, size), number in calls.facts.items():
@@ -200,7 +200,7 @@ class Reader:
         """Take lines: most of those of calls, and many of one event, only count in the sums."""
         for run, calls, _, line in self._parts(lines):
             if calls:
-                run.totals.add_calls(Calls.of(calls))
+                run.totals.add_calls(CallSums.of(calls))
             if line and not self._counts(line, all_but_one=False):
                 self.feed(line)
 
@@ -211,7 +211,7 @@ class Reader:
             while begin < len(calls):
                 due = begin + run.before_next("CallDone")
                 if begin < due:
-                    run.totals.add_calls(Calls.of(calls[begin:due]))
+                    run.totals.add_calls(CallSums.of(calls[begin:due]))
                     run.left_out["CallDone"] = theirs[begin:due][-1]
                 if due < len(calls):
                     self._keep(theirs[due])

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+_GROUPS = attrgetter("param_groups")
+
 
 class Rates(NamedTuple):
     """The learning rates of groups of parameters, as columns."""
@@ -26,10 +28,13 @@ class Rates(NamedTuple):
     @classmethod
     def of(cls, optimizers: Iterable[Optimizer]) -> Rates:
         """Return the learning rates of these optimizers as they are now."""
-        groups = list(chain.from_iterable(map(attrgetter("param_groups"), optimizers)))
-        values = _rates(groups)
+        return cls(list(chain.from_iterable(map(_GROUPS, optimizers)))).now()
+
+    def now(self) -> Rates:
+        """Return the rates of the same groups as they are now."""
+        values = _rates(self.groups)
         kept = [each.detach().clone() if isinstance(each, Tensor) else each for each in values]
-        return cls(groups, values, kept, _versions(values))
+        return Rates(self.groups, values, kept, _versions(values))
 
     def change(self) -> str | None:
         """Return a rate that is another one now, as text: before and now."""
