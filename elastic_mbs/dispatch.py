@@ -98,29 +98,26 @@ class VersionsRaised:
 
 
 class Contents:
-    """The contents of tensors at one moment, each as a number, where versions do not tell of edits.
+    """The contents of tensors at one moment, each as a number.
 
-    Empty wherever versions do.
+    They are needed where versions do not tell of edits (`hides_edits`).
     """
 
-    def __init__(self, tensors: Iterable[Tensor | None] = ()) -> None:
-        self._sums: list[tuple[Tensor, int]] = []
-        if hides_edits():
-            with _disable_current_modes():
-                self._sums = [
-                    (tensor, _sum_of_bits(tensor))
-                    for tensor in tensors
-                    if tensor is not None and _is_plain(tensor)
-                ]
+    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
+        with _disable_current_modes():
+            self._sums = [
+                (tensor, _sum_of_bits(tensor))
+                for tensor in tensors
+                if tensor is not None and _is_plain(tensor)
+            ]
 
     def raise_versions(self) -> None:
         """Raise the versions of the tensors whose contents have changed since, once."""
-        if self._sums:
-            sums, self._sums = self._sums, []
-            with _disable_current_modes():
-                for tensor, before in sums:
-                    if _sum_of_bits(tensor) != before:
-                        _raise_version(tensor)
+        sums, self._sums = self._sums, []
+        with _disable_current_modes():
+            for tensor, before in sums:
+                if _sum_of_bits(tensor) != before:
+                    _raise_version(tensor)
 
 
 @functools.cache

@@ -66,6 +66,8 @@ class Attempt:
         piece: the samples.
         data: the piece, in the batch's own container type; None once the attempt is over.
         graph: the tensor where backward begins; None where nothing in the piece counts.
+        weight: the gradient that backward begins with, so that no operation of the graph has to
+            multiply by it; None for 1.
         loss: the detached loss times the piece's weight.
         losses: the same of each loss, where losses have names.
         uncounted: detached losses that have no term in the piece.
@@ -76,6 +78,7 @@ class Attempt:
 
     data: Any = None
     graph: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
     loss: torch.Tensor | None = None
     losses: Terms = {}  # noqa: RUF012  # is replaced, never changed
     uncounted: Terms = {}  # noqa: RUF012  # likewise
@@ -104,8 +107,8 @@ class Attempt:
         """Take the data of the piece."""
         self.data = data
 
-    def weigh(self, value: Any, counts: Counts, place: Place) -> float:
-        """Take the loss that the user's step returned, and return its weight in the batch.
+    def weigh(self, value: Any, counts: Counts, place: Place) -> None:
+        """Take the loss that the user's step returned, with its weight in the batch.
 
         Args:
             value: the loss, alone or with outputs (see `MicroBatch.backward`).
@@ -117,8 +120,11 @@ class Attempt:
         if counts.names is None and is_plain(value) and not counts.void:
             weight = weights[None]
             if weight:
-                self.take_loss(value, weight, (value,))
-                return weight
+                self.terms = (value,)
+                self.weight = torch.full_like(value, weight)
+                self.loss = value.detach() * self.weight
+                self.graph = value
+                return
         terms, outputs = read_losses(value, counts.names)
         # Stored before backward: once a leaf has a commit, only backward itself should be able to
         # fail.
@@ -131,25 +137,15 @@ class Attempt:
         self.uncounted = {name: terms[name].detach() for name in terms if name not in parts}
         if not parts:
             self.terms = own
-            return 0.0
+            return
         check_graph(terms)
         first, *others = parts.values()
-        self.take_loss(sum(others, first), 1.0, own)
+        loss = sum(others, first)
+        self.terms = own
+        self.loss = loss.detach()
+        self.graph = loss
         if counts.names is not None:
             self.losses = {name: part.detach() for name, part in parts.items()}
-        return 1.0
-
-    def take_loss(self, loss: torch.Tensor, weight: float, terms: tuple[torch.Tensor, ...]) -> None:
-        """Take the scalar from which backward runs.
-
-        Args:
-            loss: the scalar.
-            weight: the factor of the loss in the batch's loss.
-            terms: the tensors that the user's step returned as losses.
-        """
-        self.terms = terms
-        self.loss = loss.detach() * weight
-        self.graph = loss
 
     def keep(self, outputs: Any, place: Place) -> None:
         """Keep the outputs of the piece at `place`.
@@ -171,7 +167,7 @@ class Attempt:
 
     def succeed(self) -> None:
         """Drop the graph and the data; loss and outputs stay."""
-        self.data = self.graph = None
+        self.data = self.graph = self.weight = None
         self.terms = ()
 
     def drop(self) -> None:

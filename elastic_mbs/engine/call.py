@@ -228,7 +228,7 @@ class Call:
         gradients = parts.gradients
         gradients.check_before(first=parts.progress.untouched)
         parts.peers.before_backward(gradients, last=not parts.progress.schedule)
-        weight = attempt.weigh(value, parts.batch.counts, self._pass.outputs)
+        attempt.weigh(value, parts.batch.counts, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.
             self.resources.monitor.request_reading(rested=True)
@@ -236,7 +236,7 @@ class Call:
             parts.hooks.check_inputs()
             gradients.prepare(attempt)
             self.phase = _BACKWARD
-            gradients.run(attempt, weight)
+            gradients.run(attempt)
         else:
             parts.hooks.drop_graph(attempt.terms)  # no backward frees it
         gradients.observe()

@@ -201,32 +201,32 @@ class CallGradients:
 
     # ------------------------------------------------------------------ backward
 
-    def run(self, attempt: Attempt, weight: float) -> None:
-        """Run backward from the attempt's loss times `weight`."""
+    def run(self, attempt: Attempt) -> None:
+        """Run backward from the attempt's loss times its weight."""
         loss = attempt.graph
         assert loss is not None
         self._ran = True
         if self.settled:
             self._modified = True
-            backward(loss, weight)
+            torch.autograd.backward(loss, attempt.weight)
             return
         self._set_aside()
         self._modified = self._modified or self.isolation is None
         if not self._profile.custom:
-            self._run(loss, weight)
+            self._run(loss, attempt.weight)
             return
         root = attempt.root
         assert root is not None
         with inner_backwards(root, self._add_inner_leaves):
-            self._run(loss, weight)
+            self._run(loss, attempt.weight)
 
-    def _run(self, loss: torch.Tensor, weight: float) -> None:
+    def _run(self, loss: torch.Tensor, weight: torch.Tensor | None) -> None:
         settings = self._resources.settings
         own = settings.gradients.backward
         if own is None and settings.scaler is None:
-            backward(loss, weight)
+            torch.autograd.backward(loss, weight)
             return
-        loss = loss * weight
+        loss = loss if weight is None else loss * weight
         if settings.scaler is not None:
             loss = settings.scaler.scale(loss)
         if own is None:
@@ -487,11 +487,3 @@ def _census(attempt: Attempt) -> Census:
     root = attempt.root
     assert root is not None
     return walk(root)
-
-
-def backward(loss: torch.Tensor, weight: float) -> None:
-    """Run backward of `loss * weight`.
-
-    The gradient begins with the weight, so no operation has to multiply by it.
-    """
-    torch.autograd.backward(loss, torch.full_like(loss, weight))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from elastic_mbs.dispatch import Contents
+from elastic_mbs.dispatch import Contents, hides_edits
 from elastic_mbs.errors import BackwardInsideError, GradientsChangedError
 from elastic_mbs.rollback.graph import has_hook
 
@@ -87,7 +87,7 @@ class Ledger:
         self._leaves: list[torch.Tensor] = []
         self._none: list[int] = []
         self._noted = Observation([], [], {})
-        self._contents = Contents()
+        self._contents: Contents | None = None  # of gradients, where versions do not tell of edits
 
     def set_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
         """Set the leaves of the model."""
@@ -146,7 +146,7 @@ class Ledger:
     def forget(self) -> None:
         """Drop the notes and the extra leaves, which keeps no gradient alive."""
         self._noted = Observation([], [], {})  # in one step: an interrupt leaves all or nothing
-        self._contents = Contents()
+        self._contents = None
 
     def with_gradient(self) -> set[int]:
         """Return the ids of the model's leaves that had a gradient when they were noted."""
@@ -158,8 +158,8 @@ class Ledger:
 
     def _note_contents(self) -> None:
         grads, _, extra, _ = self._noted
-        # Not a list: mostly none of them is looked at.
-        self._contents = Contents(chain(grads, map(_GRAD, extra.values())))
+        every = chain(grads, map(_GRAD, extra.values()))
+        self._contents = Contents(every) if hides_edits() else None
 
     def unchanged(self, *, kept: bool = False) -> bool:
         """Return whether all gradients are the same tensors, and nothing was written to them.
@@ -167,7 +167,8 @@ class Ledger:
         Args:
             kept: look at versions alone (see `observe`).
         """
-        self._contents.raise_versions()
+        if self._contents is not None:
+            self._contents.raise_versions()
         before = self._noted
         if kept and before.complete:
             return list(map(_VERSION, before.grads)) == before.versions
@@ -182,7 +183,8 @@ class Ledger:
         Args:
             since: the gradients of before; None: as they were noted.
         """
-        self._contents.raise_versions()
+        if self._contents is not None:
+            self._contents.raise_versions()
         before = since or self._noted
         noted = [*zip(self._leaves, before.grads, before.versions, strict=True)]
         noted += [

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import OptimizerInBackwardError, OutOfMemory
-from elastic_mbs.engine.gradients import backward
+from elastic_mbs.batch.counts import Counts
+from elastic_mbs.batch.schedule import Range
+from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.errors import GradientsChangedError, ReplayUnsafeError
 from elastic_mbs.events import Event
 from elastic_mbs.testing import InjectOOM
@@ -335,10 +337,13 @@ def test_two_step_functions_under_one_decorator_are_learned_apart() -> None:
     )
 
 
-def test_backward_gives_the_same_bits_as_torchs() -> None:
+def test_a_weighted_backward_gives_the_same_bits_as_torchs() -> None:
     ours, torchs = gradients_there(), gradients_there()
     for step in (ours, torchs):
         step.begin()
-    backward(ours.loss_fn(ours.batch), 1 / 3)
+    attempt = Attempt(Range(0, 1, {None: 1 / 3}))
+    attempt.weigh(ours.loss_fn(ours.batch), Counts.samples(3), None)
+    assert attempt.graph is not None
+    torch.autograd.backward(attempt.graph, attempt.weight)
     torch.autograd.backward(torchs.loss_fn(torchs.batch) * (1 / 3))
     assert off_by(ours.model, grads(torchs.model)) == 0
