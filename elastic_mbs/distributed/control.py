@@ -31,7 +31,7 @@ class Retry(Protocol):
         ...
 
 
-VALUES = 20  # numbers that a rank brings to a meeting, at most
+VALUES = 22  # numbers that a rank brings to a meeting, at most
 LOOK = 1.0  # seconds between two looks at the notes of the others, while waiting
 _HEAD = 3
 _TEXT = 600  # bytes of an error that the others are told

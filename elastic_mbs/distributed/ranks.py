@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,9 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_mbs.batch.counts import Counts
+from elastic_mbs.device import accelerator_of
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.control import VALUES, Control, Place, Retry, Row
 from elastic_mbs.engine.outcome.result import StepResult, has_loss, with_losses
+from elastic_mbs.engine.outcome.timing import Stopwatch, Timed, known
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import (
@@ -35,7 +38,7 @@ from elastic_mbs.errors import (
 )
 from elastic_mbs.options import Settings
 
-_BESIDE = 4  # numbers at the end of a batch, before its losses
+_BESIDE = 6  # numbers at the end of a batch, before its losses
 _MOST = VALUES - _BESIDE - 1  # losses with names: the batch's own is one more
 WHAT = "hold the sums of gradients over the ranks"
 
@@ -47,6 +50,7 @@ class Ranks:
         alone: False: a rank may have no batch.
         hooks: in place while a step function runs.
         about: what a run log says of this rank.
+        speeds: of each rank, in samples per second; see `Peers`.
     """
 
     alone = False
@@ -79,6 +83,11 @@ class Ranks:
         self._sums = settings.reduction == "sum"
         self._control = self._connect()
         self.about = self._control.about
+        self.speeds: tuple[float, ...] = ()
+        self._accelerator = accelerator_of(model.devices()[0])
+        self._watch = Stopwatch(self._accelerator)  # of this rank's own work in this call
+        self._timed: Timed[int] = deque()  # samples of the calls whose time is not known yet
+        self._work = (0.0, 0.0)  # samples and seconds of the last call whose time is known
         self._losses = torch.zeros(VALUES, dtype=torch.float64)  # their sums, on a device
         self._places: list[Tensor] = []  # of each loss in `_losses`
         self._maps: list[Tensor] = []  # of each rank: which leaves have gradients
@@ -152,6 +161,7 @@ class Ranks:
         totals = counts.totals()
         if not self._named:
             self._counts = totals[0]
+            self._watch = Stopwatch(self._accelerator)
             return counts
         if len(totals) > _MOST:
             raise UnsupportedError(
@@ -167,6 +177,7 @@ class Ranks:
         if not self._sums:
             _check_total(everybody)
         self._met = False  # the one at the end is still to come
+        self._watch = Stopwatch(self._accelerator)  # the others were waited for until now
         return counts.among(everybody)
 
     def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
@@ -174,6 +185,7 @@ class Ranks:
 
         All that can fail on this rank alone comes before the meeting.
         """
+        self._note_work(result)
         self._prepare_sums(gradients)
         typed = has_loss(result)
         losses = self._retry(WHAT, lambda: [result.loss, *result.losses.values()])
@@ -194,6 +206,16 @@ class Ranks:
             raise
         self._keep_sums(gradients)
         return with_losses(result, totals[0], dict(zip(self._names, totals[1:], strict=True)))
+
+    def _note_work(self, result: StepResult) -> None:
+        """Note what this rank has done by itself, and how long it took."""
+        self._watch.stop()
+        samples = sum(stop - start for start, stop in result.partition)
+        if samples:
+            self._timed.append((self._watch, samples))
+        for done, seconds in known(self._timed):
+            if seconds:
+                self._work = (float(done), seconds)
 
     def _prepare_sums(self, gradients: Gradients) -> None:
         """Do all that can fail on this rank alone, before the ranks meet."""
@@ -258,7 +280,7 @@ class Ranks:
         used = self._used()
         checksum = float(zlib.crc32(used))
         again = float(self._again())
-        own = [self._counts, self._signature, checksum, again]
+        own = [self._counts, self._signature, checksum, again, *self._work]
         rows = self._meet(Place.GRADIENT, [*own, *losses])
         _check_total([row.values[0] for row in rows])
         if len({row.values[1] for row in rows}) > 1:
@@ -270,6 +292,8 @@ class Ranks:
             self._use_all(used)
         total = math.fsum(row.values[0] for row in rows)
         self._judge(total, again=any(row.values[3] for row in rows))
+        work = [row.values[4:_BESIDE] for row in rows]
+        self.speeds = tuple(samples / seconds if seconds else 0.0 for samples, seconds in work)
         shares = [1.0 if self._named else row.values[0] / total for row in rows]
         sums = [
             sum(share * row.values[place] for share, row in zip(shares, rows, strict=True))

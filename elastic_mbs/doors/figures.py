@@ -124,6 +124,15 @@ class RuntimeFigures:
         return self._knowledge.controller.models()
 
     @property
+    def speeds(self) -> tuple[float, ...]:
+        """Samples per second of each rank in its last call, without its waits for the others.
+
+        The same on every rank. 0 where it is not known yet: on CUDA it is that of one or two calls
+        before. Empty for one process, and before the first call.
+        """
+        return self._resources.peers.speeds
+
+    @property
     def stats(self) -> Stats:
         """The totals over all calls so far, as a copy."""
         stats = self._calls.stats

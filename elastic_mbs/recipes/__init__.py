@@ -1,6 +1,6 @@
-"""Rate, warm-up, BatchNorm and batch size when the batch grows.
+"""Rate, warm-up, BatchNorm and batch size when the batch grows; batches for unequal ranks.
 
-Which recipe applies when: `docs/large-batches.md`.
+Which recipe applies when: `docs/large-batches.md`; unequal ranks: `docs/distributed.md`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from elastic_mbs.recipes.ghost_batchnorm import (
     convert_ghost_batchnorm,
 )
 from elastic_mbs.recipes.rate import gradual_warmup, linear_scaling
+from elastic_mbs.recipes.share_sampler import ShareSampler
 
 __all__ = [
     "BatchSchedule",
@@ -21,6 +22,7 @@ __all__ = [
     "GhostBatchNorm1d",
     "GhostBatchNorm2d",
     "GhostBatchNorm3d",
+    "ShareSampler",
     "convert_ghost_batchnorm",
     "gradual_warmup",
     "linear_scaling",

@@ -44,10 +44,13 @@ class Peers(Protocol):
         alone: there is no other rank, so a batch has to have samples.
         hooks: in place while a step function runs.
         about: what a run log says of this rank: "job", "rank" and "ranks"; empty for one process.
+        speeds: samples per second of each rank in its last call, its own work alone, the same on
+            every rank; 0 where it is not known yet. Empty for one process.
     """
 
     alone: bool
     about: Mapping[str, object]
+    speeds: tuple[float, ...]
     hooks: tuple[AbstractContextManager[object], ...]
 
     def begin(self) -> None:
@@ -106,6 +109,7 @@ class Alone:
 
     alone = True
     about: Mapping[str, object] = {}
+    speeds: tuple[float, ...] = ()
 
     def __init__(self, *hooks: AbstractContextManager[object]) -> None:
         self.hooks = hooks
