@@ -9,11 +9,11 @@ from tests.helpers.examples import check_script
 SCRIPTS = [
     "accelerate_loop",
     "fabric_loop",
-    "dpo_trainer",
-    "grpo_trainer",
-    "kto_trainer",
-    "reward_trainer",
-    "rloo_trainer",
+    "post_training/dpo_trainer",
+    "post_training/grpo_trainer",
+    "post_training/kto_trainer",
+    "post_training/reward_trainer",
+    "post_training/rloo_trainer",
     "lightning_trainer",
     "transformers_trainer",
 ]

@@ -2,7 +2,7 @@
 
 A tiny Llama learns to score lines of Python's own sources above the same lines with their ends
 backwards, in less memory than its batch needs. It needs `pip install 'elastic-mbs[trl]'`. Run it:
-python examples/reward_trainer.py
+python examples/post_training/reward_trainer.py
 """
 
 import tempfile

@@ -2,7 +2,7 @@
 
 A tiny Llama continues lines of Python's own sources and is rewarded for small letters, in less
 memory than a batch of its completions needs. It needs `pip install 'elastic-mbs[trl]'`. Run it:
-python examples/rloo_trainer.py
+python examples/post_training/rloo_trainer.py
 """
 
 import tempfile
