@@ -105,26 +105,34 @@ def by_tokens(lengths: list[int], size: int, width: int) -> Ranges:
 
 
 class Loops:
-    """The loops over one model: functions of a batch on the host that return its pieces."""
+    """The loops over one model: functions of a batch on the host that return its pieces.
 
-    def __init__(self, model: GPT, size: int, device: torch.device, stack: ExitStack) -> None:
+    Args:
+        model: the model.
+        size: samples of a piece.
+        longest: tokens of the longest sample.
+        device: the model's.
+        stack: closes the runtimes.
+    """
+
+    def __init__(
+        self, model: GPT, size: int, longest: int, device: torch.device, stack: ExitStack
+    ) -> None:
         self.model = model
         self.size = size
         self.device = device
-        new = partial(
-            ElasticMBS,
-            model,
-            micro_batch_size=size,
-            count=count_tokens("labels"),
-            policy=Policy(grow=False),
-        )
-        plain = stack.enter_context(new())
-        by_length = stack.enter_context(new(pieces="by_length", length="mask"))
+        new = partial(ElasticMBS, model, count=count_tokens("labels"))
+        fixed = partial(new, micro_batch_size=size, policy=Policy(grow=False))
+        budget = Policy(grow=False, max_tokens=size * longest)
+        plain = stack.enter_context(fixed())
+        by_length = stack.enter_context(fixed(pieces="by_length", length="mask"))
+        tokens = stack.enter_context(new(pieces="by_length", length="mask", policy=budget))
         self.steps: dict[str, Step] = {
             PADDED: lambda batch: self.by_hand(batch, in_order),
             "padded again": lambda batch: self.by_hand(batch, in_order),
             "elastic": lambda batch: len(plain.backward(self.loss, batch).partition),
             "by_length": lambda batch: len(by_length.backward(self.loss, batch).partition),
+            "max_tokens": lambda batch: len(tokens.backward(self.loss, batch).partition),
             "sorted, trimmed by hand": lambda batch: self.by_hand(batch, sorted_by_hand),
             "and cut by tokens": lambda batch: self.by_hand(batch, by_tokens),
         }
@@ -201,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device
     )
     with ExitStack() as stack:
-        rows = compare(Loops(model, options.size, device, stack), batches, options.rounds)
+        loops = Loops(model, options.size, options.longest, device, stack)
+        rows = compare(loops, batches, options.rounds)
     print(
         f"{options.samples} passages of up to {options.longest} bytes, "
         f"{100 * padding(batches):.0f} % padding, pieces worth {options.size} of them"

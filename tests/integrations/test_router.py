@@ -112,6 +112,23 @@ def test_the_gradient_is_that_of_the_stock_trainer_wherever_memory_runs_out(
         assert off_by(ours.model, wanted) <= EXACT, strike.hits
 
 
+def test_a_batch_that_turns_out_to_be_cut_leaves_what_was_accumulated_before_it(batch: Any) -> None:
+    data, other = rows("tokens", 8), {name: value.flip(0) for name, value in batch.items()}
+    stock = trainer(Trainer, mixtral(), data)
+    step(stock, batch, 2)
+    stock.training_step(stock.model, dict(other), 2 * ITEMS)
+    wanted = grads(stock.model)
+    cut = 0
+    for strike in every_operation(stride=397):
+        ours = trainer(elastic_trainer(Trainer), mixtral(), data, elastic={"verify": False})
+        step(ours, batch, 2)
+        with strike:
+            ours.training_step(ours.model, dict(other), 2 * ITEMS)
+        assert off_by(ours.model, wanted) <= EXACT, strike.hits
+        cut += len(ours.elastic.last_result.partition) > 1
+    assert cut
+
+
 def test_it_would_not_be_if_each_piece_had_a_loss_of_its_own(batch: Any) -> None:
     data = rows("tokens", 8)
     wanted = gradient(trainer(Trainer, mixtral(), data), batch)

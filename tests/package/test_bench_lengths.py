@@ -21,7 +21,7 @@ def test_all_loops_give_the_same_gradient() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(context=96, width=8, heads=2, layers=1)).double()
     with ExitStack() as stack:
-        loops = Loops(model, 3, torch.device("cpu"), stack)
+        loops = Loops(model, 3, 96, torch.device("cpu"), stack)
         loops.steps[PADDED](batch)
         by_hand = grads(model)
         for step in loops.steps.values():

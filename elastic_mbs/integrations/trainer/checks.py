@@ -70,8 +70,10 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
     _check_processes(trainer)
     optimizer_step = options["optimizer_step"]
     _check_arguments(trainer.args, trainer.accelerator, optimizer_step=optimizer_step)
-    _check_batches(trainer, options)
+    if makes_one_row(trainer.data_collator):
+        _check_packed(trainer, options)
     check_kind(trainer, options)
+    check_router(trainer)
 
 
 def check_losses(trainer: Any, report: VerifyReport, mismatch: str) -> bool:
@@ -155,12 +157,6 @@ def _check_several(trainer: Any) -> None:
                 f"{base.__name__} gathers its metrics from all ranks in every step, and ranks have "
                 "different numbers of pieces: run one process, or use transformers.Trainer"
             )
-
-
-def _check_batches(trainer: Any, options: Mapping[str, Any]) -> None:
-    if makes_one_row(trainer.data_collator):
-        _check_packed(trainer, options)
-    check_router(trainer)
 
 
 def _check_packed(trainer: Any, options: Mapping[str, Any]) -> None:

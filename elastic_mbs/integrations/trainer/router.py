@@ -38,8 +38,11 @@ Value = TypeVar("Value")
 Loss = Callable[..., Any]
 
 
-class _SumsNeeded(Exception):
-    """A signal that a batch was cut whose sums are not known."""
+class _BatchCut(Exception):
+    """A batch was cut whose sums are not known; a run log has it as the end of a call."""
+
+    def __init__(self) -> None:
+        super().__init__("it begins again, once the experts' shares of the whole batch are known")
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class Router:
             self._learn(rows, samples, loss)
         try:
             found, cut = run(), self._cut.get(training, False)
-        except _SumsNeeded:
+        except _BatchCut:
             self._learn(rows, samples, loss)
             found, cut = run(), True
         last = self._trainer.elastic.last_result
@@ -178,7 +181,7 @@ class Router:
         """
         known = self._known
         if known is None and not whole and self.active:
-            raise _SumsNeeded
+            raise _BatchCut
 
         def part(plain: Loss) -> Loss:
             def compute(*args: Any, **kwargs: Any) -> Any:
