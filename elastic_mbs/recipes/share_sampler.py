@@ -37,7 +37,7 @@ def shares(samples: int, speeds: Sequence[float]) -> list[int]:
 
 
 class ShareSampler(Sampler[list[int]]):
-    """One rank's part of each global batch: a `DataLoader`'s `batch_sampler=`.
+    """Sampler of one rank's part of each global batch: a `DataLoader`'s `batch_sampler=`.
 
     ```python
     sampler = ShareSampler(dataset, batch=256)
