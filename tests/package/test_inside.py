@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import inside
-from benchmarks.inside import measured, table
+from benchmarks.inside import measured, summary
 
 pytestmark = pytest.mark.no_oom_injection
 
@@ -28,7 +28,7 @@ def test_a_model_that_no_rung_helps_is_in_the_table_with_its_reason(
     row = measured("U-Net", escalate=("logits",), shares=(0.25,))
     assert row.share is None
     assert row.rungs == ()
-    assert "U-Net needs more: float64 (1, 16, 128, 128), 2.0 MiB" in table([row])
+    assert "U-Net needs more: float64 (1, 16, 128, 128), 2.0 MiB" in summary([row])
     assert inside.main(["GPT by hand", "--escalate", "logits", "--json", str(out)]) == 0
     (found,) = json.loads(out.read_text())["rows"]
     assert found["rungs"] == ["logits"]
