@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One sample in a part of its memory: the smallest share of its activations in which it trains.
+"""Samples in a part of their memory: the smallest share of the activations that is enough.
 
     python benchmarks/inside.py [NAME…] [--escalate auto] [--json FILE]
 
