@@ -57,7 +57,8 @@ class Row:
         plain: bytes of a plain step above weights and gradients.
         share: the smallest share of them in which the sample trains; None if it does in none.
         rungs: the steps that were taken, in words.
-        error: of the gradient, relative to its largest value by parameter.
+        error: of the gradient, relative to its largest value by parameter, which counts
+            as a millionth of the largest of all at least.
         reason: the largest tensors that were alive when the next smaller share did not do.
     """
 
@@ -98,7 +99,7 @@ def _gradients(made: Subject) -> list[Tensor | None]:
 
 def _error(made: Subject, wanted: Sequence[Tensor | None]) -> float:
     # the bias of a key has no gradient but rounding, and by itself would be compared with that
-    return error_of(_gradients(made), wanted, floor=1e-9)
+    return error_of(_gradients(made), wanted, floor=1e-6)
 
 
 def _trained(made: Subject, room: int, escalate: Any) -> tuple[str, ...]:
