@@ -196,7 +196,10 @@ class Escalated(Event):
     """
 
     level: ClassVar[int] = logging.WARNING
-    text: ClassVar[str] = "samples {start}:{stop} do not fit: from now on with {way} for {key}"
+    text: ClassVar[str] = (
+        "samples {start}:{stop} do not fit{need} and cannot be cut: from now on with {way}, the "
+        "next way of escalate=, for {key}"
+    )
     start: int  # first sample of the piece that does not fit
     stop: int  # one past its last sample
     by: str  # the rung of `RecoveryOptions.escalate`
@@ -206,7 +209,8 @@ class Escalated(Event):
 
     def line(self) -> str:
         """Return the event as one log line."""
-        return self.text.format_map({**vars(self), "way": _way(self.by, self.part)})
+        need = "" if self.needed is None else f" in less than {format_bytes(self.needed)}"
+        return self.text.format_map({**vars(self), "way": _way(self.by, self.part), "need": need})
 
 
 @dataclass(frozen=True)

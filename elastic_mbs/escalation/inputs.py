@@ -40,13 +40,13 @@ class Inputs:
         Raises:
             ReplayUnsafeError: an input has changed.
         """
-        if not self._given:
-            return
+        gone = False
         for reference, version, module in self._given:
             tensor = reference()
+            gone = gone or tensor is None  # only the table can still have it
             if tensor is not None and tensor._version != version:
                 raise ReplayUnsafeError(_edited(f"an input of {module}", tensor))
-        saved = None if table is None else table.edited()  # nothing else may hold the input now
+        saved = table.edited() if gone and table is not None else None
         if saved is not None:
             raise ReplayUnsafeError(_edited("a tensor", saved))
 

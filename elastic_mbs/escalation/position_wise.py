@@ -72,7 +72,7 @@ class PositionWise:
 
     def __init__(self) -> None:
         self._verdicts: dict[Hashable, Kept | None] = {}
-        self._trials = WeakIdKeyDictionary()  # of each module
+        self._trials = WeakIdKeyDictionary()  # of each module, the keys of its verdicts
 
     def kept(self, module: nn.Module, input: Tensor, streams: RandomStreams) -> Kept | None:
         """Return the bytes that a position takes inside a module; None if it is not position-wise.
@@ -89,11 +89,11 @@ class PositionWise:
         """
         key = (_structure(module), input.ndim, *_shape(input))
         if key not in self._verdicts:
-            trials = self._trials.get(module, 0)
-            if trials == MOST:
+            trials = self._trials.setdefault(module, set())
+            if len(trials | {key}) > MOST:
                 return None
             self._verdicts[key] = _tried(module, _shape(input), streams)
-            self._trials[module] = trials + 1
+            trials.add(key)
         return self._verdicts[key]
 
 

@@ -19,9 +19,10 @@ from elastic_mbs import (
     MicroBatchFloorError,
 )
 from elastic_mbs.escalation.ladder import Ladder, Step
+from elastic_mbs.events import format_bytes
 from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
-from tests.helpers.steps import elastic, grads, whole_gradient
+from tests.helpers.steps import elastic, grads, there, whole_gradient
 
 BLOCKS, WIDTH, LENGTH = 8, 8, 256
 RUNGS = ("logits", "checkpoint", "offload")
@@ -108,7 +109,10 @@ def test_each_step_is_left_again_when_memory_is_back() -> None:
         mbs = growing(model, events, escalate=("checkpoint",))
         budget.limit = budget.live + need // 2
         mbs.backward(loss_of(model), x)
-        assert len(events) > 1
+        first = next(event for event in events if isinstance(event, Escalated))
+        needed = format_bytes(there(first.needed))
+        assert f"do not fit in less than {needed} and cannot be cut: from now" in first.line()
+        assert "checkpoint (2 of 8 blocks), the next way of escalate=" in first.line()
         budget.limit = "1GiB"
         for _ in range(4 * 2 + 1):
             model.zero_grad()
