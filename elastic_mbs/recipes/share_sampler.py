@@ -1,4 +1,4 @@
-"""Each rank's part of a global batch, as large as the rank is fast, for a `DataLoader`."""
+"""Parts of a global batch, each as large as its rank is fast, for a `DataLoader`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shares(samples: int, speeds: Sequence[float]) -> list[int]:
 
 
 class ShareSampler(Sampler[list[int]]):
-    """Sampler of one rank's part of each global batch: a `DataLoader`'s `batch_sampler=`.
+    """A rank's part of each global batch: a `DataLoader`'s `batch_sampler=`.
 
     ```python
     sampler = ShareSampler(dataset, batch=256)
