@@ -24,9 +24,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -269,28 +270,30 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measured(options: argparse.Namespace, device: torch.device) -> list[Result]:
-    """Return the results of all workloads that were asked for."""
-    return [
-        compare(
-            calibrated(name, device, options.step_ms / 1e3),
-            pairs=options.pairs,
-            seconds=options.seconds,
-        )
-        for name in options.workloads or FOR_THE_TABLE
-    ]
+def measured(options: argparse.Namespace, device: torch.device) -> Iterator[Result]:
+    """Yield the results of all workloads that were asked for."""
+    for name in options.workloads or FOR_THE_TABLE:
+        workload = calibrated(name, device, options.step_ms / 1e3)
+        yield compare(workload, pairs=options.pairs, seconds=options.seconds)
 
 
-def broken_down(options: argparse.Namespace, device: torch.device) -> dict[str, object]:
-    """Return the breakdown of all workloads that were asked for, and print it."""
-    parts: dict[str, object] = {}
+def broken_down(
+    options: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the breakdown of each workload that was asked for, by its name, and print it."""
     for name in options.workloads or FOR_THE_BREAKDOWN:
         workload = MAKERS[name](4, device)
         loop = per_call_and_piece(workload, options.pairs, options.seconds / 2)
         rows = by_part(workload, options.pairs, options.seconds / 2)
-        parts[name] = {**asdict(loop), "parts": [asdict(row) for row in rows]}
         print(breakdown_text(name, loop, rows), flush=True)
-    return parts
+        yield name, {**asdict(loop), "parts": [asdict(row) for row in rows]}
+
+
+def keep(report: Mapping[str, object], path: Path | None) -> None:
+    """Write the figures so far, so that a run that is ended early leaves them."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -309,19 +312,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keep_freed_memory()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    report: dict[str, object] = {"environment": environment(device)}
-    broken = False
+    report: dict[str, Any] = {"environment": environment(device)}
+    results: list[Result] = []
     if options.breakdown:
-        report["breakdown"] = broken_down(options, device)
+        for name, part in broken_down(options, device):
+            report.setdefault("breakdown", {})[name] = part
+            keep(report, options.json)
     else:
-        results = measured(options, device)
-        print(table(results))
-        report["overhead"] = [asdict(result) for result in results]
-        broken = any(result.verdict == "broken" for result in results)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(broken)
+        for result in measured(options, device):
+            results.append(result)
+            print(table([result]), flush=True)
+            report.setdefault("overhead", []).append(asdict(result))
+            keep(report, options.json)
+    return int(any(result.verdict == "broken" for result in results))
 
 
 if __name__ == "__main__":

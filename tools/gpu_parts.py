@@ -163,14 +163,14 @@ def _counts(folder: Path, world: World) -> Part:
 
 def _overhead(folder: Path, world: World) -> Part:
     found = folder / "overhead.json"
-    small = ["mlp", *_SMALL] if world == "cpu" else ["--seconds", "11", "--pairs", "300"]
+    small = ["mlp", *_SMALL] if world == "cpu" else ["gpt", "cnn", "--seconds", "11"]
     command = [*_benchmark(world), "--json", str(found), *small]
     return Part("overhead", command, 72, lambda _: read_json(found))
 
 
 def _breakdown(folder: Path, world: World) -> Part:
     found = folder / "breakdown.json"
-    small = ["tiny", *_SMALL] if world == "cpu" else ["--seconds", "2"]
+    small = ["tiny", *_SMALL] if world == "cpu" else ["small", "cold", "--seconds", "2"]
     command = [*_benchmark(world), "--breakdown", "--json", str(found), *small]
     return Part("breakdown", command, 33, lambda _: read_json(found))
 

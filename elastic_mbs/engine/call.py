@@ -253,7 +253,7 @@ class Call:
             Whether the error is swallowed.
         """
         try:
-            self.parts.hooks.end()  # first of all: the rest needs memory itself
+            self.parts.hooks.end(error)  # first of all: the rest needs memory itself
             if error is None:
                 if self.phase is _DONE:
                     raise IncompleteBatchError(

@@ -48,7 +48,7 @@ from elastic_mbs.escalation.tile import TiledModules
 from elastic_mbs.memory import Headroom, HostGuard
 from elastic_mbs.rollback.random_streams import StreamState
 from elastic_mbs.rollback.sample_draws import SampleDraws
-from elastic_mbs.rollback.saved_tensors import SavedTensorTable
+from elastic_mbs.rollback.saved_tensors import SavedTensorTable, close_checkpoints
 
 fault_injector: Any = None
 """The `elastic_mbs.testing.faults.RandomFaults` of a test, which makes some attempts fail.
@@ -254,8 +254,13 @@ class AttemptHooks:
         """
         self._inputs.check(self.table)
 
-    def end(self) -> None:
-        """Take the hooks away. Can be repeated."""
+    def end(self, error: BaseException | None = None) -> None:
+        """Take the hooks away, of an attempt that ends by `error` if there is one.
+
+        Can be repeated.
+        """
+        if error is not None:
+            close_checkpoints(error)  # their hooks are above ours
         self._running.clear()
         self._inputs.clear()
         for hook in reversed(self._hooks):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from operator import methodcaller
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -97,3 +97,19 @@ class SavedTensorTable:
             if (slot := reference()) is not None:
                 slot.tensor = None
         self._slots.clear()
+
+
+def close_checkpoints(error: BaseException) -> None:
+    """Take the hooks of torch's checkpoints that an error has gone through off the stack.
+
+    Before torch 2.13 such a checkpoint is a generator that nothing closes. It would pop a hook when
+    it is collected: perhaps after the call, or in another thread.
+    """
+    trace, generators = error.__traceback__, list[Any]()
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        torchs = frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        if torchs and frame.f_code.co_name == "checkpoint" and "gen" in frame.f_locals:
+            generators.append(frame.f_locals["gen"])
+    for generator in reversed(generators):  # the inner ones first
+        generator.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_mbs.rollback.saved_tensors import SavedTensorTable
+from elastic_mbs.rollback.saved_tensors import SavedTensorTable, close_checkpoints
 from tests.helpers.steps import elastic, off_by, there, whole_gradient
 from tests.helpers.strikes import AtLine, until_clean
 
@@ -168,3 +168,59 @@ def test_an_interrupt_at_any_line_leaves_no_hooks_behind() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             table.__exit__(None, None, None)
             assert top(True) is not None, "those of others stay"
+
+
+KEPT: list[Any] = []
+
+# torch's checkpoint as it was before 2.13, with a reference that keeps its generator alive
+AS_BEFORE_TORCH_2_13 = """
+def checkpoint(function, x):
+    gen = around(function)
+    KEPT.append(gen)
+    next(gen)
+    ret = function(x)
+    next(gen, None)
+    return ret
+
+def around(function):
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        yield
+"""
+
+
+def test_hooks_of_a_checkpoint_that_fails_are_gone_when_its_attempt_is_over() -> None:
+    torchs: dict[str, Any] = {
+        "__name__": "torch.utils.checkpoint",
+        "KEPT": KEPT,
+        "saved_tensors_hooks": torch.autograd.graph.saved_tensors_hooks,
+    }
+    exec(AS_BEFORE_TORCH_2_13, torchs)
+    inner, fails = nn.Linear(4, 4).double(), [True, True]
+
+    class Nested(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torchs["checkpoint"](lambda x: torchs["checkpoint"](self.run, x), x)
+
+        def run(self, x: Tensor) -> Any:
+            if fails:
+                fails.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+            return inner(x)
+
+    model, x = Nested(), torch.randn(4, 4, dtype=F64)
+    wanted = whole_gradient(inner, lambda twin: twin(x).square().mean())
+    mbs = elastic(nn.ModuleList([model, inner]), micro_batch_size=4)
+    try:
+        for micro in mbs.micro_batches(x):
+            with micro:
+                micro.backward(model(micro.data).square().mean())
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    finally:
+        KEPT.clear()
+    assert off_by(inner, wanted) <= 1e-12
+
+
+def test_an_error_without_a_checkpoint_has_nothing_to_close() -> None:
+    with pytest.raises(ValueError, match="other") as caught:
+        raise ValueError("other")
+    close_checkpoints(caught.value)

@@ -181,7 +181,7 @@ PLANTED: dict[str, tuple[Any, str, Any, Plan]] = {
         gradients,
         "drop_unrun",
         lambda: None,
-        Plan(count="both", faults=(Fault(at=0.7197, times=3, gap=4),), seed=1868015217, samples=2),
+        Plan(count="both", faults=(Fault(at=0.65, times=3, gap=4),), seed=1868015217, samples=2),
     ),
 }
 
