@@ -59,7 +59,7 @@ def grown(ours: Job, others: Visits, squeezed: int) -> int:
     return move.before
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     st.floats(0.002, 2),
     st.floats(0.005, 0.7),
@@ -103,7 +103,7 @@ def test_a_visit_in_the_call_after_a_growth_costs_two_readings(
     assert [ours.call(BATCH).size for _ in range(9)] == [BATCH] * 9
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     st.floats(0.005, 2),
     st.floats(0.005, 0.5),

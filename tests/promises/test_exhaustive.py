@@ -29,7 +29,7 @@ from stress.models.steps import STEPS
 GUARDED = ["--dimension", "operations", "--call", "backward"]
 POINTS = 20
 """Operations to strike in each case, roughly; lines are half as many."""
-FEWER = {"tiled": 12, "every_rung": 10}  # of cases whose calls take long
+FEWER = {"tiled": 8, "every_rung": 6, "checkpointed": 12, "some_checkpointed": 12}
 
 
 # a warning of checkpointing in an evaluation
