@@ -282,7 +282,7 @@ class Call:
     def _commit(self, attempt: Attempt) -> None:
         parts = self.parts
         profile = parts.profile
-        parts.snapshot.check_rates(first=parts.progress.untouched)
+        parts.snapshot.check_rates(first=not parts.progress.committed)
         if self._pass.training:
             if self.phase is not _COMMIT:
                 parts.gradients.check(first=parts.progress.untouched)

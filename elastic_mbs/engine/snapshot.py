@@ -161,7 +161,7 @@ class Snapshot:
         """Refuse a learning rate that has moved since the call's first piece ended.
 
         Args:
-            first: the piece that has ended is the first one.
+            first: no other piece has committed yet.
 
         Raises:
             StepInsideError: a rate has moved.

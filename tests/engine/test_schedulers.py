@@ -133,6 +133,26 @@ def counting(scheduler: Timms) -> None:
     scheduler.step_update(scheduler.updates)
 
 
+@pytest.mark.no_oom_injection  # the rates that it names count the attempts
+def test_a_rate_that_moves_is_a_named_mistake_after_a_failure_of_the_first_piece(
+    model: nn.Module,
+) -> None:
+    optimizer = SGD(model.parameters(), lr=1.0)
+    optimizer.step()
+    scheduler, mbs = Timms(optimizer), elastic(model, micro_batch_size=4)
+
+    def loss_fn(b: Pair) -> Tensor:
+        counting(scheduler)
+        if scheduler.updates == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return cross_entropy(model)(b)
+
+    with pytest.raises(StepInsideError, match=r"went from 0\.25 to 0\.125"):
+        mbs.backward(loss_fn, pairs())
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.no_oom_injection  # the rates that it names count the attempts
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_a_rate_that_moves_with_each_piece_is_a_named_mistake_and_goes_back(
     kind: Callable[[float], Any], model: nn.Module, door: int
