@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ def same(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> boo
     )
 
 
-class Training:
+class Training(ABC):
     """A model and its runtime on one rank, from its first step to its last.
 
     Attributes:
@@ -125,9 +126,9 @@ class Training:
         foreach = shared.choice([None, True, False])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=foreach)
 
+    @abstractmethod
     def wrap(self) -> nn.Module:
         """Wrap or shard the model; set `called`, and return the module for the runtime."""
-        raise NotImplementedError
 
     def fault(self, operations: int, chance: float) -> InjectOOM:
         """Return an injector for this rank. Every rank draws for all of them."""
@@ -276,21 +277,21 @@ class Training:
         if not same(before, self.state()):
             self.counts.wrong["not put back"] += 1
 
+    @abstractmethod
     def state(self) -> list[Tensor | None]:
         """Return copies of this rank's gradients, parameters and buffers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of whole parameters. Every rank calls it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def follow(self) -> None:
         """Give the reference the model's values. Every rank calls it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def alike(self) -> bool:
         """Return whether ranks have the same, bit for bit. Every rank calls it."""
-        raise NotImplementedError
 
 
 def _some(grad: Tensor | None) -> Tensor | None:
