@@ -109,7 +109,11 @@ def close_checkpoints(error: BaseException) -> None:
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         torchs = frame.f_globals.get("__name__") == "torch.utils.checkpoint"
-        if torchs and frame.f_code.co_name == "checkpoint" and "gen" in frame.f_locals:
-            generators.append(frame.f_locals["gen"])
+        if torchs and frame.f_code.co_name == "checkpoint":
+            there = frame.f_locals
+            if "gen" in there:
+                generators.append(there["gen"])
+            if type(there) is dict:
+                there.clear()  # a copy, which the frame keeps alive before Python 3.13
     for generator in reversed(generators):  # the inner ones first
         generator.close()

@@ -1,5 +1,6 @@
 import contextlib
 import gc
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -224,3 +225,20 @@ def test_an_error_without_a_checkpoint_has_nothing_to_close() -> None:
     with pytest.raises(ValueError, match="other") as caught:
         raise ValueError("other")
     close_checkpoints(caught.value)
+
+
+def test_an_error_keeps_no_input_of_a_checkpoint_alive() -> None:
+    torchs: dict[str, Any] = {"__name__": "torch.utils.checkpoint"}
+    exec("def checkpoint(function, x):\n    return function(x)", torchs)
+
+    def fails(x: Tensor) -> Any:
+        raise ValueError("other")
+
+    x = torch.ones(3)
+    seen = weakref.ref(x)
+    with pytest.raises(ValueError, match="other") as caught:
+        torchs["checkpoint"](fails, x)
+    close_checkpoints(caught.value)
+    traceback.clear_frames(caught.value.__traceback__)
+    del x
+    assert seen() is None
