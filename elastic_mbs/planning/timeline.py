@@ -126,7 +126,7 @@ class Timeline(TorchDispatchMode):
         if func is _READ and self._any_value and args[0].constant is None:
             return 1.0 if args[0].dtype.is_floating_point else 1
         self._admit(args, made=False)
-        out = None if self._values is None else self._values.of(func, args)
+        out = None if self._values is None else self._values.of(func, args, kwargs)
         if out is None:
             out = _with_storage(func, args, _run(func, args, kwargs))
             if self._values is not None:

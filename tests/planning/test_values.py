@@ -94,3 +94,60 @@ def test_what_depends_on_more_than_constants_is_not_known(case: str) -> None:
     model = mlp()
     report = elastic(model, micro_batch_size=8).plan(lambda b: UNKNOWN[case](model(b[0])), pairs())
     assert "reads the value" in there(report.reason)
+
+
+SELECTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "labels by their own mask": lambda out, y: out.mean() * y.masked_select(y > 1).numel(),
+    "a list of labels": lambda out, y: out.mean() * (y + 1).tolist()[0],
+    "their different values": lambda out, y: out.mean() * len(y.unique()),
+    "repeated labels": lambda out, y: out.mean() * len(torch.repeat_interleave(y, y)),
+    "rows by a mask": lambda out, y: out[y > 1].exp().mean(),
+    "rows by a mask and columns": lambda out, y: out[y > 1][:, [0, 2]].exp().mean(),
+    "rows by a mask of the rows and one column": lambda out, y: out[y > 1, 1].exp().mean(),
+    "numbers by a mask": lambda out, y: out.masked_select((y > 1)[:, None]).exp().mean(),
+}
+
+
+@pytest.mark.parametrize("case", SELECTED)
+def test_what_a_mask_of_labels_selects_is_planned(case: str) -> None:
+    torch.manual_seed(0)
+    model, rows = mlp(), pairs(64)
+
+    def loss_fn(b: Any) -> Tensor:
+        return SELECTED[case](model(b[0]), b[1])
+
+    with MemoryBudget(2**40, track=[model, *rows]) as budget:
+        report = ElasticMBS(model, **quiet()).plan(loss_fn, rows)
+        assert report.reason is None
+        loss_fn(rows).backward()
+        real = peak_of(budget, lambda: backward(loss_fn(rows)))
+        elements = sum(part.numel() for part in rows)
+        planned = there(there(report.model).predict(elements, first=False))
+        assert abs(planned / real - 1) <= 0.02
+
+
+LENGTHS: dict[str, Callable[[Tensor], Any]] = {
+    "a constant": lambda x: torch.full((len(x),), 40),
+    "the sums of a mask like the inputs": lambda x: torch.ones_like(x[..., 0]).long().sum(1),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_a_ctc_loss_is_planned_from_the_lengths_of_its_labels(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 12), torch.randn(16, 40, 8), torch.randint(1, 12, (16, 9))
+    y[1::2, 7:] = -1
+
+    def loss_fn(b: Any) -> Tensor:
+        log_probs = model(b[0]).log_softmax(-1).transpose(0, 1)
+        labels = b[1].masked_select(b[1] >= 0)
+        return nn.functional.ctc_loss(log_probs, labels, LENGTHS[kind](b[0]), (b[1] >= 0).sum(1))
+
+    with MemoryBudget(2**40, track=[model, x, y]) as budget:
+        report = ElasticMBS(model, **quiet()).plan(loss_fn, (x, y))
+        assert report.reason is None
+        loss_fn((x, y)).backward()
+        real = peak_of(budget, lambda: backward(loss_fn((x, y))))
+        elements = x.numel() + y.numel()
+        planned = there(there(report.model).predict(elements, first=False))
+        assert abs(planned / real - 1) <= 0.02
