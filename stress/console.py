@@ -40,11 +40,13 @@ def case_seed(seed: int, number: int) -> int:
 
 
 def prepare() -> None:
-    """Compute in one thread, and freeze the objects that have been imported so far.
-
-    Recovery collects garbage, and need not look at them each time.
-    """
+    """Compute in one thread, and freeze the objects that have been imported so far."""
     torch.set_num_threads(1)
+    freeze()
+
+
+def freeze() -> None:
+    """Freeze all present objects, which each recovery would look through for garbage."""
     gc.collect()
     gc.freeze()
 

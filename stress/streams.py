@@ -6,6 +6,7 @@ import random
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pickle import dumps
 from typing import Any, Self
 
 import torch
@@ -52,7 +53,7 @@ class Streams:
         same = len(self.cuda) == len(other.cuda) and all(
             map(torch.equal, (self.torch, *self.cuda), (other.torch, *other.cuda))
         )
-        return same and self.python == other.python and repr(self.numpy) == repr(other.numpy)
+        return same and self.python == other.python and dumps(self.numpy) == dumps(other.numpy)
 
 
 def start_streams(seed: int) -> None:

@@ -179,7 +179,7 @@ def _tried(module: nn.Module, shape: Sequence[int], streams: RandomStreams) -> K
     try:
         with (
             on_host(),
-            saved_tensors_hooks(_unchanged, _unchanged),  # a checkpoint around would count them
+            saved_tensors_hooks(_detached, _unchanged),  # a checkpoint around would count them
             torch._C.DisableTorchFunction(),
             torch.autocast("cpu", enabled=False),
             torch.enable_grad(),
@@ -205,7 +205,7 @@ def _trial(module: nn.Module, shape: Sequence[int]) -> Kept | None:
 
     def pack(tensor: Tensor) -> Tensor:
         inside[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+        return _detached(tensor)
 
     with saved_tensors_hooks(pack, _unchanged):
         whole = twin(input)
@@ -227,6 +227,14 @@ def _trial(module: nn.Module, shape: Sequence[int]) -> Kept | None:
         inside.pop(tensor.untyped_storage().data_ptr(), None)
     positions = math.prod(shape[:-1])
     return Kept(sum(inside.values()) // positions, whole.nbytes // positions)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Return what a hook may keep: the output of a node itself would keep the node alive for good.
+
+    Such a cycle is torch's own, and the garbage collector does not see it.
+    """
+    return tensor.detach()
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

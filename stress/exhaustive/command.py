@@ -19,7 +19,7 @@ import torch
 
 from elastic_mbs.errors import UsageError
 
-from ..console import PASSED, UNEXPECTED, Progress, Tally, listed, prepare, write_figures
+from ..console import PASSED, UNEXPECTED, Progress, Tally, freeze, listed, prepare, write_figures
 from ..console import WRONG as EXIT_WRONG
 from ..models.steps import STEPS
 from ..options import seed, whole, writable
@@ -184,6 +184,7 @@ def _case(sweep: Sweep, dimension: str | None, summary: Summary) -> int:
             print(f"WRONG without a failure: {outcome}", flush=True)
             summary.add(outcome)
             return EXIT_WRONG
+    freeze()  # these calls have imported much that each recovery would look through
     progress = Progress(piped=30.0, live=1.0)
     expected = sweep.expected(ways)
     began = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -196,6 +197,23 @@ def test_any_other_module_is_refused(name: str) -> None:
     assert random.getstate() == host
     if name == "list":
         assert module.seen == []
+
+
+@pytest.mark.parametrize("name", [*POSITION_WISE, *REFUSED])
+def test_a_trial_leaves_no_tensor_alive(name: str) -> None:
+    # Autograd saves outputs of tanh, exp and max. A hook that keeps such an output itself keeps
+    # its node for good, where no backward comes to free it.
+    module = {**POSITION_WISE, **REFUSED}[name]()
+    kept(module)
+    before = tensors_alive()
+    for _ in range(2):
+        kept(module)
+    assert tensors_alive() == before
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
 
 def test_modules_of_one_structure_are_tried_once_and_others_by_themselves(
