@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,15 @@ FIRST = 2**20  # of the first one, where it is sent while a backward runs
 UNDER_WAY = 2  # sums at a time
 
 Kind = tuple[torch.dtype, torch.device]
+
+
+# In every call, for each leaf: no line of Python runs for one.
+GRAD = attrgetter("grad")
+
+
+def used(grads: Iterable[Tensor | None]) -> bytes:
+    """Return for each leaf whether it has a gradient, of these."""
+    return bytes(map(is_not, grads, repeat(None)))
 
 
 def _kind(leaf: Tensor) -> Kind:
@@ -40,11 +51,11 @@ class Bucket:
 
     def fill(self, factor: float) -> None:
         """Copy the gradients, times `factor`; zero where there is none. Can be repeated."""
-        pairs = list(self._pairs())
-        if len(pairs) < len(self.leaves):
+        views, grads = self._pairs()
+        if len(grads) < len(self.leaves):
             self.flat.zero_()
-        if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        if grads:
+            torch._foreach_copy_(views, grads)
         if factor != 1.0:
             self.flat.mul_(factor)
 
@@ -53,18 +64,20 @@ class Bucket:
 
         Can be repeated.
         """
-        pairs = list(self._pairs())
-        if not pairs:
+        views, grads = self._pairs()
+        if not grads:
             return
-        grads = [grad for _, grad in pairs]
-        torch._foreach_copy_(grads, [view for view, _ in pairs])
+        torch._foreach_copy_(grads, views)
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for view, leaf in zip(self.views, self.leaves, strict=True):
-            if leaf.grad is not None:
-                yield view, leaf.grad
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients that are there, and before them their views."""
+        grads = list(map(GRAD, self.leaves))
+        there = used(grads)
+        if all(there):
+            return self.views, grads
+        return list(compress(self.views, there)), list(compress(grads, there))
 
 
 class Buckets:
@@ -95,7 +108,7 @@ class Buckets:
 
     def used(self) -> bytes:
         """Return for each leaf whether it has a gradient."""
-        return bytes([leaf.grad is not None for leaf in self.leaves])
+        return used(map(GRAD, self.leaves))
 
     def sum(
         self,
@@ -126,13 +139,12 @@ class Buckets:
             wait(work)
             retry("take the sums of gradients", bucket.take)
 
-        with torch.no_grad():
-            for bucket in self.all:
-                if len(under_way) == UNDER_WAY:
-                    end()
-                retry("sum the gradients over the ranks", partial(start, bucket))
-            while under_way:
+        for bucket in self.all:
+            if len(under_way) == UNDER_WAY:
                 end()
+            retry("sum the gradients over the ranks", partial(start, bucket))
+        while under_way:
+            end()
 
 
 def _grouped(leaves: Sequence[Tensor], cap: int) -> Iterator[list[Tensor]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
+from operator import is_
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs.distributed import torch_private
@@ -39,26 +40,26 @@ class Buffers:
     def __init__(self, wrappers: Sequence[DDP], ignored: Collection[int]) -> None:
         self._roots = [ddp.module for ddp in wrappers if torch_private.sends_buffers(ddp)]
         self._ignored = ignored
-        self._modules: list[nn.Module] = []
-        self._known: list[Tensor] = []
+        self._places: list[dict[str, Tensor | None]] = []
+        self._known: list[Tensor | None] = []  # in these places
         self._flats: list[_Flat] = []
 
     def refresh(self, *, modules_changed: bool) -> None:
         """Have memory for the buffers that are there. Can be repeated."""
         if modules_changed:
-            self._modules = [module for root in self._roots for module in root.modules()]
-        found = [each for each in self._found() if each.numel() and id(each) not in self._ignored]
-        same = len(found) == len(self._known)
-        if same and all(map(lambda a, b: a is b, found, self._known)):
+            modules = chain.from_iterable(root.modules() for root in self._roots)
+            self._places = [module._buffers for module in modules]
+        # In every call: no line of Python runs for a module or a buffer.
+        found = list(chain.from_iterable(map(dict.values, self._places)))
+        if len(found) == len(self._known) and all(map(is_, found, self._known)):
             return
         self._known, self._flats = [], []
-        kinds = dict.fromkeys(buffer.device for buffer in found)
-        self._flats = [_Flat([b for b in found if b.device == device]) for device in kinds]
+        there = {id(each): each for each in found if each is not None}
+        sent = [each for key, each in there.items() if key not in self._ignored]
+        kinds = dict.fromkeys(buffer.device for buffer in sent)
+        flats = [_Flat([b for b in sent if b.device == device]) for device in kinds]
+        self._flats = [each for each in flats if len(each.flat)]
         self._known = found
-
-    def _found(self) -> list[Tensor]:
-        buffers = chain.from_iterable(module._buffers.values() for module in self._modules)
-        return list({id(each): each for each in buffers if each is not None}.values())
 
     def send(
         self,

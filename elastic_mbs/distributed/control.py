@@ -11,11 +11,12 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from threading import Thread
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.errors import MisuseError, PeerError
@@ -33,9 +34,10 @@ class Retry(Protocol):
 
 VALUES = 22  # numbers that a rank brings to a meeting, at most
 LOOK = 1.0  # seconds between two looks at the notes of the others, while waiting
+ANSWER = 3.0  # seconds in which the store has to answer
 _HEAD = 3
 _TEXT = 600  # bytes of an error that the others are told
-_SPARE = 20.0  # seconds after which gloo itself gives up, later than we do
+_SPARE = 10.0  # seconds after which gloo itself gives up, later than we do
 
 
 class Place(IntEnum):
@@ -68,6 +70,80 @@ class Row(NamedTuple):
     batch: int
     failed: bool
     values: list[float]
+
+
+class Notes:
+    """Notes of the ranks for each other, in the store of the job. No look waits without a limit.
+
+    A store answers never where a machine was cut off: nothing ends the read of its socket.
+
+    Attributes:
+        silent: the store did not answer in time.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.silent = False
+        self._store, self._rank = store, rank
+        self._others = [other for other in range(size) if other != rank]
+        self._asking: Thread | None = None
+
+    def wait(self, number: int) -> None:
+        """Say that this rank waits for the others, for that time."""
+        self._ask(lambda: self._store.set(f"waiting/{self._rank}", str(number)), None)
+
+    def missing(self, number: int) -> list[int]:
+        """Return the ranks that do not wait for that time."""
+
+        def look() -> list[int]:
+            return [
+                other
+                for other in self._others
+                if self._read(f"waiting/{other}") != str(number).encode()
+            ]
+
+        return self._ask(look, [])
+
+    def leave(self, number: int, why: str) -> None:
+        """Say that this rank leaves, before it waits once more."""
+
+        def write() -> None:
+            self._store.set(f"left/{self._rank}", f"{number} {why}")
+            self._store.add("left", 1)
+
+        self._ask(write, None)
+
+    def left(self, number: int) -> dict[int, str]:
+        """Return the ranks that have left before they came to that wait, with their reasons."""
+
+        def look() -> dict[int, str]:
+            found: dict[int, str] = {}
+            for other in self._others if self._store.add("left", 0) else ():
+                waits, _, why = self._read(f"left/{other}").decode().partition(" ")
+                if waits and int(waits) < number:
+                    found[other] = why
+            return found
+
+        return self._ask(look, {})
+
+    def _read(self, key: str) -> bytes:
+        return self._store.get(key) if self._store.check([key]) else b""
+
+    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
+        """Return the store's answer, or `otherwise` where it has none, or not in time."""
+        answers: list[T] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store ends with its host
+                answers.append(question())
+
+        if self._asking is not None:
+            self._asking.join(0 if self.silent else ANSWER)
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = Thread(target=ask, daemon=True)
+            self._asking.start()
+            self._asking.join(ANSWER)
+        self.silent = self._asking.is_alive()
+        return answers[0] if answers else otherwise
 
 
 class Control:
@@ -113,10 +189,9 @@ class Control:
         try:
             # No earlier start has used these keys: the store of torchrun outlives the processes,
             # and the addresses of those before are in it.
-            self._store = PrefixStore(f"elastic_mbs/{self.job}", torch_private.store_of(group))
-            self._group = torch_private.gloo_group(
-                self._store, self.rank, self.size, timeout + _SPARE
-            )
+            store = PrefixStore(f"elastic_mbs/{self.job}", torch_private.store_of(group))
+            self._notes = Notes(store, self.rank, self.size)
+            self._group = torch_private.gloo_group(store, self.rank, self.size, timeout + _SPARE)
         except RuntimeError as error:
             first = next(iter(str(error).splitlines()), "")
             raise PeerError(
@@ -231,43 +306,23 @@ class Control:
 
     def _look(self, place: Place, waited: float) -> None:
         """Look whether there is still somebody to wait for."""
-        left = self._left()
+        self._notes.wait(self._waits)
+        left = self._notes.left(self._waits)
         if left:
             self._give_up("; ".join(f"rank {r} has left: {why}" for r, why in left.items()), place)
-        with suppress(RuntimeError):  # the store can be gone
-            self._store.set(f"waiting/{self.rank}", str(self._waits))
         if waited > self._timeout:
-            missing = ", ".join(map(str, self._missing()))
-            who = f": rank {missing} did not come" if missing else ""
-            self._give_up(f"no answer within {self._timeout:g} s{who}", place)
+            self._give_up(f"no answer within {self._timeout:g} s{self._who()}", place)
 
-    def _left(self) -> dict[int, str]:
-        """Return the ranks that have left before they came to this wait, with their reasons."""
-        found: dict[int, str] = {}
-        with suppress(RuntimeError):
-            if self._store.add("left", 0):
-                for rank in range(self.size):
-                    if rank != self.rank and self._store.check([f"left/{rank}"]):
-                        waits, _, why = self._store.get(f"left/{rank}").decode().partition(" ")
-                        if int(waits) < self._waits:
-                            found[rank] = why
-        return found
-
-    def _missing(self) -> list[int]:
-        """Return the ranks that do not wait here."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        try:
-            return [rank for rank in others if not self._waits_here(rank)]
-        except RuntimeError:
-            return []
-
-    def _waits_here(self, rank: int) -> bool:
-        key = f"waiting/{rank}"
-        return bool(self._store.check([key])) and self._store.get(key) == str(self._waits).encode()
+    def _who(self) -> str:
+        """Return in words who does not answer, as far as it can be known."""
+        missing = ", ".join(map(str, self._notes.missing(self._waits)))
+        if self._notes.silent:
+            return ", nor from the store of the job: this machine may be cut off from rank 0's"
+        return f": rank {missing} did not come" if missing else ""
 
     def _give_up(self, why: str, place: Place) -> None:
         """End the waiting for good."""
-        left = self._left()
+        left = self._notes.left(self._waits)
         if left and "has left" not in why:
             why += "".join(f"; rank {rank} has left: {text}" for rank, text in left.items())
         self.broken = (
@@ -289,9 +344,7 @@ class Control:
         if self._gone:
             return
         self._gone = True
-        with suppress(RuntimeError):  # the store ends with its host
-            self._store.set(f"left/{self.rank}", f"{self._waits} {why}")
-            self._store.add("left", 1)
+        self._notes.leave(self._waits, why)
 
     @property
     def about(self) -> Mapping[str, object]:

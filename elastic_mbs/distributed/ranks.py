@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import compress
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.device import accelerator_of
 from elastic_mbs.distributed import torch_private
+from elastic_mbs.distributed.buckets import GRAD, used
 from elastic_mbs.distributed.control import VALUES, Control, Place, Retry, Row
 from elastic_mbs.engine.outcome.result import StepResult, has_loss, with_losses
 from elastic_mbs.engine.outcome.timing import Stopwatch, Timed, known
@@ -40,6 +43,7 @@ from elastic_mbs.options import Settings
 
 _BESIDE = 6  # numbers at the end of a batch, before its losses
 _MOST = VALUES - _BESIDE - 1  # losses with names: the batch's own is one more
+_LAYOUT = attrgetter("layout")
 WHAT = "hold the sums of gradients over the ranks"
 
 
@@ -187,18 +191,13 @@ class Ranks:
         """
         self._note_work(result)
         self._prepare_sums(gradients)
-        typed = has_loss(result)
-        losses = self._retry(WHAT, lambda: [result.loss, *result.losses.values()])
-        count = 1 + len(self._names)
-        like = losses[0] if typed else self._losses[0]
-        totals = self._retry(WHAT, lambda: [torch.empty_like(like) for _ in range(count)])
-        # The numbers go with the meeting, but for those of a device: it would be waited for.
-        known = self._retry(WHAT, lambda: list(map(float, losses))) if self._on_host else []
+        losses, totals, known = self._retry(WHAT, partial(self._losses_of, result))
         self._send_ahead()
         factor, sums = self._agree_on_gradients(known)
         try:
-            self._add_up([] if self._on_host else losses, factor)
-            self._finish_sums(totals, sums)
+            with torch.no_grad(), torch_private.unseen():
+                self._add_up([] if self._on_host else losses, factor)
+                self._finish_sums(totals, sums)
         except PeerError:
             raise
         except BaseException as error:  # the others cannot be told at a meeting: they add up
@@ -206,6 +205,17 @@ class Ranks:
             raise
         self._keep_sums(gradients)
         return with_losses(result, totals[0], dict(zip(self._names, totals[1:], strict=True)))
+
+    def _losses_of(self, result: StepResult) -> tuple[list[Tensor], list[Tensor], list[float]]:
+        """Return this rank's losses, memory for their sums, and their numbers.
+
+        The numbers go with the meeting, but for those of a device: it would be waited for.
+        """
+        typed = has_loss(result)  # first: a loss that was read is there
+        losses = [result.loss, *result.losses.values()]
+        like = losses[0] if typed else self._losses[0]
+        totals = [torch.empty_like(like) for _ in range(1 + len(self._names))]
+        return losses, totals, list(map(float, losses)) if self._on_host else []
 
     def _note_work(self, result: StepResult) -> None:
         """Note what this rank has done by itself, and how long it took."""
@@ -255,10 +265,13 @@ class Ranks:
 
     def _check_gradients(self, gradients: Gradients) -> None:
         """Refuse gradients that no other rank would hear of."""
-        own = set(map(id, self._model.leaves))
-        for leaf in gradients.leaves():
-            if leaf.grad is None:
-                continue
+        leaves, own = gradients.leaves(), set(map(id, self._model.leaves))
+        grads = list(map(GRAD, leaves))
+        there = used(grads)
+        leaves, grads = list(compress(leaves, there)), list(compress(grads, there))
+        if own.issuperset(map(id, leaves)) and set(map(_LAYOUT, grads)) <= {torch.strided}:
+            return
+        for leaf, grad in zip(leaves, grads, strict=True):
             if id(leaf) not in own:
                 raise UnsupportedError(
                     f"a leaf of shape {tuple(leaf.shape)} outside the model got a gradient, and "
@@ -266,9 +279,9 @@ class Ranks:
                     f"put it in a module, {self._wrapper}; for a gradient of the batch itself use "
                     "torch.autograd.grad in loss_fn"
                 )
-            if leaf.grad.layout is not torch.strided:
+            if grad.layout is not torch.strided:
                 raise UnsupportedError(
-                    f"the gradient of {self._model.name_of(leaf)} is {leaf.grad.layout}: only "
+                    f"the gradient of {self._model.name_of(leaf)} is {grad.layout}: only "
                     "dense gradients are summed over the ranks"
                 )
 
@@ -309,16 +322,13 @@ class Ranks:
 
     def _add_up(self, losses: list[Tensor], factor: float) -> None:
         """Sum gradients over the ranks, and these losses."""
-        with torch.no_grad(), torch_private.unseen():
-            work = self._retry("sum the losses", partial(self._put, losses, factor))
-            self._sum_gradients(factor)
-            if work is not None:
-                self._wait(work)
+        work = self._retry("sum the losses", partial(self._put, losses, factor)) if losses else None
+        self._sum_gradients(factor)
+        if work is not None:
+            self._wait(work)
 
-    def _put(self, losses: list[Tensor], factor: float) -> dist.Work | None:
-        """Begin to sum losses on a device, weighed; None without any."""
-        if not losses:
-            return None
+    def _put(self, losses: list[Tensor], factor: float) -> dist.Work:
+        """Begin to sum losses on a device, weighed."""
         self._losses.zero_()
         for place, loss in zip(self._places, losses, strict=False):
             place.copy_(loss)
@@ -327,9 +337,8 @@ class Ranks:
     def _finish_sums(self, totals: list[Tensor], sums: list[float]) -> None:
         """Put the sums of the losses in `totals`: these, or the ones of a device."""
         found: Sequence[float | Tensor] = sums if self._on_host else self._places
-        with torch.no_grad(), torch_private.unseen():
-            for total, value in zip(totals, found, strict=False):
-                total.fill_(value)
+        for total, value in zip(totals, found, strict=False):
+            total.fill_(value)
 
     def failed(self, error: BaseException) -> None:
         """Tell the others at their next meeting, where they end their call, too."""

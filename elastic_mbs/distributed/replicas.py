@@ -131,8 +131,10 @@ class Replicas(Ranks):
 
     def _put_aside(self, gradients: Gradients) -> None:
         """Put gradients aside that were there: `.grad` is this call's alone."""
-        if not self._prepared:
-            self._prepared = True
+        if self._prepared:
+            return
+        self._prepared = True
+        if not gradients.settled:  # there may be some
             gradients.put_aside(self._model.leaves)
 
     def _weight(self) -> float:
@@ -200,8 +202,7 @@ class Replicas(Ranks):
         """Put the losses in `totals`, and send the buffers of rank 0."""
         super()._finish_sums(totals, sums)
         if self._control.size > 1:
-            with torch.no_grad(), torch_private.unseen():
-                self._buffers.send(self._group, self._control.rank, self._wait, self._retry)
+            self._buffers.send(self._group, self._control.rank, self._wait, self._retry)
 
     def _keep_sums(self, gradients: Gradients) -> None:
         """Add the sums to the gradients that were there."""

@@ -25,7 +25,7 @@ def test_a_job_resumes_after_a_rank_was_killed(tmp_path: Path) -> None:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as docs/distributed.md says
     }
     done = subprocess.run(
-        [*command, "-m", "tests.helpers.ddp_train", str(tmp_path)],
+        [*command, "-m", "tests.helpers.ddp_train", str(tmp_path), "killed"],
         cwd=ROOT,
         env=environment,
         check=False,
@@ -34,7 +34,7 @@ def test_a_job_resumes_after_a_rank_was_killed(tmp_path: Path) -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "killed").exists()
+    assert (tmp_path / "hit").exists()
     assert json.loads((tmp_path / "losses.json").read_text()) == pytest.approx(
         reference(2), rel=1e-12
     )

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from threading import Event
 
+import pytest
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs import DistributedOptions, ElasticMBS
+from elastic_mbs.distributed import control
 from stress.ranks.job import DIED, HUNG, run_ranks
 from stress.ranks.losses import data
 from tests.helpers.ddp import caught, net
@@ -99,3 +103,34 @@ def test_a_rank_that_ends_by_an_error_is_named_with_it() -> None:
     assert second.value[0] == "raised"
     assert "rank 1 has left: RuntimeError: the disk is full" in first.value[0]
     assert first.value[1] < TIMEOUT
+
+
+class _SilentStore(HashStore):
+    """A store that answers from a moment on, as one that was cut off for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = Event()
+
+    def add(self, key: str, value: int) -> int:
+        self.answers.wait(60)
+        found: int = super().add(key, value)
+        return found
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "ANSWER", 0.2)
+    store = _SilentStore()
+    notes, other = control.Notes(store, 0, 2), control.Notes(store, 1, 2)
+    other.leave(3, "the disk is full")
+    began = time.monotonic()
+    for _ in range(20):
+        assert notes.left(4) == {}
+    assert notes.silent
+    assert time.monotonic() - began < 2
+    store.answers.set()
+    until = time.monotonic() + 30
+    while notes.left(4) != {1: "the disk is full"}:
+        assert time.monotonic() < until
+    assert not notes.silent
+    assert notes.left(3) == {}

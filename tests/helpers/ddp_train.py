@@ -1,6 +1,8 @@
-"""A training script for torchrun: rank 1 kills itself once, and the job resumes.
+"""A training script for torchrun that is hit by something once, and resumes when it starts again.
 
-torchrun --nproc-per-node 2 --max-restarts 2 -m tests.helpers.ddp_train FOLDER
+torchrun --nproc-per-node 2 --max-restarts 2 -m tests.helpers.ddp_train FOLDER killed
+
+killed: rank 1 kills itself. cut: ranks wait until the file FOLDER/hit is there.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,7 +22,8 @@ from elastic_mbs import DistributedOptions, ElasticMBS
 from stress.ranks.losses import data
 from tests.helpers.ddp import FailingBackward, failing, joined, net
 
-STEPS, KILLED, EVERY = 12, 7, 3
+STEPS, HIT, EVERY = 12, 7, 3
+TIMEOUT = {"killed": 30.0, "cut": 4.0}
 
 
 def reference(ranks: int) -> list[float]:
@@ -36,13 +40,27 @@ def reference(ranks: int) -> list[float]:
     return losses
 
 
-def main(folder: Path) -> None:
+def be_hit(rank: int, folder: Path, how: str) -> None:
+    """Be killed, or wait until this job was cut off; once."""
+    hit = folder / "hit"
+    if hit.exists():
+        return
+    if how == "killed" and rank == 1:
+        hit.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "cut":
+        (folder / f"here{rank}").touch()
+        while not hit.exists():
+            time.sleep(0.05)
+
+
+def main(folder: Path, how: str) -> None:
     """Train from the last checkpoint on."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    saved, killed = folder / "checkpoint", folder / "killed"
+    saved = folder / "checkpoint"
     first, losses = 0, list[float]()
     if saved.exists():
         state = torch.load(saved)
@@ -50,11 +68,10 @@ def main(folder: Path) -> None:
         optimizer.load_state_dict(state["optimizer"])
         first, losses = state["step"], state["losses"]
     ddp = DDP(model)
-    with ElasticMBS(ddp, distributed=DistributedOptions(timeout=30)) as mbs:
+    with ElasticMBS(ddp, distributed=DistributedOptions(timeout=TIMEOUT[how])) as mbs:
         for step in range(first, STEPS):
-            if step == KILLED and rank == 1 and not killed.exists():
-                killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if step == HIT:
+                be_hit(rank, folder, how)
             FailingBackward.left = int(step % 2 == rank)
             result = mbs.backward(lambda x: failing(ddp(x)).pow(2).mean(), data(rank, step))
             losses.append(float(result))
@@ -71,4 +88,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

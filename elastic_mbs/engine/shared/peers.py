@@ -19,7 +19,8 @@ class Gradients(Protocol):
     """The gradients of one call on this rank: `elastic_mbs.engine.gradients.CallGradients`.
 
     Attributes:
-        settled: it is known which leaves commit, each once in a backward, and nothing has failed.
+        settled: it is known which leaves commit, each once in a backward, nothing has failed, and
+            no leaf had a gradient when the call began.
     """
 
     settled: bool
