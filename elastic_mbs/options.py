@@ -114,8 +114,8 @@ class RecoveryOptions(_Group):
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
         escalate: measures that are taken, one after the other, when the smallest micro-batch does
             not fit, and taken back when there is more memory; "auto" takes all, in this order.
-            "logits" runs a linear head and the cross-entropy after it in chunks of rows, each of
-            which runs again in backward: for large vocabularies. "checkpoint" runs blocks of the
+            "logits" runs a linear head and the cross-entropy after it in chunks of rows, with their
+            gradients made at once: for large vocabularies. "checkpoint" runs blocks of the
             model again in backward, a quarter of them more at each step: by its own
             `gradient_checkpointing_enable`, or the children of its longest `nn.ModuleList` or
             `nn.Sequential`. "tile" runs modules whose positions do not depend on each other, as the

@@ -31,6 +31,7 @@ from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import UsageError
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks, is_compiled
+from elastic_mbs.escalation.head import OtherLayers
 from elastic_mbs.escalation.inputs import Inputs
 from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.escalation.largest import (
@@ -41,11 +42,11 @@ from elastic_mbs.escalation.largest import (
     names_of,
     origin_of_error,
 )
-from elastic_mbs.escalation.logits import ChunkedLogits, OtherLayers
+from elastic_mbs.escalation.logits import ChunkedLogits
 from elastic_mbs.escalation.offload import OffloadedTensors
 from elastic_mbs.escalation.position_wise import PositionWise
 from elastic_mbs.escalation.tile import TiledModules
-from elastic_mbs.memory import Headroom, HostGuard
+from elastic_mbs.memory import HostGuard
 from elastic_mbs.rollback.random_streams import StreamState
 from elastic_mbs.rollback.sample_draws import SampleDraws
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable, close_checkpoints
@@ -164,7 +165,7 @@ class AttemptHooks:
         self._position_wise = position_wise
         self._inputs = Inputs()  # of modules that run again in backward
         self._running: list[Attempt] = []  # one at most; shared with the table
-        self._seen = list[Headroom | None]()  # the memory as it was seen in the running attempt
+        self._seen = list[int | None]()  # bytes that were free in the running attempt
         self._largest: LargestTensors | None = None
         self.escalate(steps)
 
@@ -183,7 +184,7 @@ class AttemptHooks:
             count = used["checkpoint"].blocks
             hooks.append(CheckpointedBlocks(roots, self._resources.streams, count, self._inputs))
         if "logits" in used and not any(map(is_compiled, self._resources.model.modules)):
-            hooks.append(ChunkedLogits(self._other_layers, self._free))
+            hooks.append(ChunkedLogits(self._other_layers, self._free_now))
         if "tile" in used:
             roots, streams = self._resources.model.roots, self._resources.streams
             verdicts, inputs = self._position_wise, self._inputs
@@ -231,8 +232,11 @@ class AttemptHooks:
         They are read once: what is sized by them runs again in backward, and has to be the same.
         """
         if not self._seen:
-            self._seen.append(self._resources.headroom())
-        seen = self._seen[0]
+            self._seen.append(self._free_now())
+        return self._seen[0]
+
+    def _free_now(self) -> int | None:
+        seen = self._resources.headroom()
         return None if seen is None else seen.free
 
     # ------------------------------------------------------------------ around an attempt

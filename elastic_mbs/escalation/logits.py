@@ -2,9 +2,9 @@
 
 Inside the context a large linear layer is put off. Where its output reaches
 `torch.nn.functional.cross_entropy`, through nothing but casts, shifts of leading dimensions and
-scalings, both run chunk by chunk, and each chunk runs again in backward. Whatever else reads the
-output computes it first, as if nothing had been put off, and that layer is left alone from then on.
-Inside a checkpoint nothing is put off.
+scalings, both run chunk by chunk, and the gradients of each chunk are made at once. Whatever else
+reads the output computes it first, as if nothing had been put off, and that layer is left alone
+from then on. Inside a checkpoint nothing is put off.
 
     hidden (rows, features) ──► head ──► logits (rows, classes) ──► cross_entropy ──► loss
                                 put off                             in chunks of rows
@@ -12,10 +12,8 @@ Inside a checkpoint nothing is put off.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -25,106 +23,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
-from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_mbs.errors import ReplayUnsafeError
+from elastic_mbs.escalation.chunks import chunked_cross_entropy
+from elastic_mbs.escalation.head import WAY_OUT, Head, OtherLayers, Step, gradients_of, leaves_of
 
 SMALL = 2**20  # bytes of logits that are not worth it
 _COPIES = 4  # of a chunk's logits that its loss and its backward hold at once; two more a step
 _MOST = 64  # chunks of a loss: more cost time and gain no memory
-
-_WAY_OUT = 'which cannot be put off: leave "logits" out of RecoveryOptions(escalate=...)'
-
-Step = Callable[[Tensor], Tensor]
-
-
-class OtherLayers:
-    """The linear layers whose output was read by something else than a cross-entropy."""
-
-    def __init__(self) -> None:
-        self._weights = WeakIdKeyDictionary()
-
-    def add(self, weight: Tensor) -> None:
-        """Leave the layer with this weight alone from now on."""
-        self._weights[weight] = True
-
-    def __contains__(self, weight: Tensor) -> bool:
-        return weight in self._weights
-
-
-@dataclass(frozen=True)
-class Head:
-    """A linear layer that was put off, and the elementwise steps after it.
-
-    Attributes:
-        hidden: its input, of shape (…, features).
-        weight: of shape (classes, features).
-        bias: of shape (classes,), or None.
-        steps: functions of the logits, of no parameters.
-        autocast: the type of autocast where the layer was called; None where it was off.
-        others: the layers that are left alone.
-        classes_first: the last two dimensions of the logits have changed places.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    steps: tuple[Step, ...]
-    autocast: torch.dtype | None
-    others: OtherLayers
-    classes_first: bool = False
-    versions: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.versions:
-            object.__setattr__(self, "versions", self._versions())
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(x._version for x in (self.hidden, self.weight, self.bias) if x is not None)
-
-    def check(self) -> None:
-        """Refuse to compute logits whose inputs were edited since the layer was called.
-
-        Raises:
-            ReplayUnsafeError: an input has changed.
-        """
-        if self._versions() != self.versions:
-            raise ReplayUnsafeError(
-                f"the input or the weight of a linear layer with {self.weight.shape[0]} outputs "
-                f"was edited in place after the layer was called, {_WAY_OUT}"
-            )
-
-    def with_rows(self, hidden: Tensor) -> Head:
-        """Return the head of other rows of the same input."""
-        self.check()
-        return replace(self, hidden=hidden, versions=())
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the logits."""
-        *leading, rows = self.hidden.shape[:-1]
-        classes = self.weight.shape[0]
-        return (*leading, classes, rows) if self.classes_first else (*leading, rows, classes)
-
-    @contextlib.contextmanager
-    def as_called(self) -> Iterator[None]:
-        """Run the block under the autocast of the call."""
-        kind = self.hidden.device.type
-        with torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
-            yield
-
-    def whole(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return all logits, in their shape."""
-        found = self.rows(hidden, weight, bias)
-        return found.transpose(-1, -2) if self.classes_first else found
-
-    def rows(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits of some rows, of shape (…, classes)."""
-        with self.as_called():
-            found = functional.linear(hidden, weight, bias)
-            for step in self.steps:
-                found = step(found)
-        return found
+_ROWS = 512  # of a chunk, where there is memory for as many: the products of fewer are slow
 
 
 class LazyLogits(Tensor):
@@ -178,7 +85,7 @@ class LazyLogits(Tensor):
             ReplayUnsafeError: others share their memory.
         """
         if self._viewed:
-            raise ReplayUnsafeError(f"logits of which there are views were edited, {_WAY_OUT}")
+            raise ReplayUnsafeError(f"logits of which there are views were edited, {WAY_OUT}")
         self.head.others.add(self.head.weight)
         self.computed = True
 
@@ -211,19 +118,11 @@ class _PutOff(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         inputs = ctx.saved_tensors
-        double = torch.is_grad_enabled()  # a gradient of the gradient is asked for
-        own = [
-            None if each is None else each if double else each.detach().requires_grad_(wanted)
-            for each, wanted in zip(inputs, ctx.needs_input_grad[:3], strict=True)
-        ]
-        wanted: Any = [
-            each for each, asked in zip(own, ctx.needs_input_grad, strict=False) if asked
-        ]
-        with torch.enable_grad():
-            logits = ctx.head.whole(*own)
-        found = iter(torch.autograd.grad(logits, wanted, grad, create_graph=double))
-        grads = [next(found) if asked else None for asked in ctx.needs_input_grad[:3]]
-        return (*grads, None, None)
+        if not torch.is_grad_enabled():  # no gradient of the gradient is asked for
+            inputs = leaves_of(inputs, ctx.needs_input_grad)
+        with torch.enable_grad(), torch._C.DisableTorchFunction():
+            logits = ctx.head.whole(*inputs)
+        return *gradients_of(logits, inputs, grad), None, None
 
 
 def _put_off(head: Head, dtype: torch.dtype) -> Tensor:
@@ -287,6 +186,8 @@ class ChunkedLogits(TorchFunctionMode):
             or classes <= features
             or nbytes < SMALL
             or weight in self._others
+            # sums of gradients would leave its range before a scaler could scale them down
+            or weight.dtype is torch.float16
         ):
             return functional.linear(input, weight, bias)
         return _put_off(Head(input, weight, bias, (), autocast, self._others), dtype)
@@ -319,7 +220,8 @@ class ChunkedLogits(TorchFunctionMode):
         free = self._free()
         if free is not None:
             copies = _COPIES + 2 * len(logits.head.steps)
-            own = min(own, free // (4 * copies * classes * max(4, logits.dtype.itemsize)))
+            fit = free // (4 * copies * classes * max(4, logits.dtype.itemsize))
+            own = min(max(own, _ROWS), fit)
         return max(1, own, -(-rows // _MOST))
 
 
@@ -330,54 +232,6 @@ def _in_checkpoint() -> bool:
 
 
 _ARGUMENTS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-
-
-def chunked_cross_entropy(
-    head: Head,
-    target: Tensor,
-    rows: int,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Return the cross-entropy of a head's logits, computed in chunks of `rows`.
-
-    Args:
-        head: the head, of hidden states of shape (…, features).
-        target: class numbers, of shape (…).
-        rows: rows of a chunk.
-        weight: as for `cross_entropy`.
-        ignore_index: as for `cross_entropy`.
-        reduction: "mean" or "sum".
-        label_smoothing: as for `cross_entropy`.
-    """
-    head.check()
-
-    def loss_of(hidden: Tensor, own: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        logits = head.rows(hidden, matrix, bias)
-        return functional.cross_entropy(
-            logits,
-            own,
-            weight,
-            ignore_index=ignore_index,
-            reduction="sum",
-            label_smoothing=label_smoothing,
-        )
-
-    again = partial(checkpoint, loss_of, use_reentrant=False, preserve_rng_state=False)
-    target = target.flatten()
-    chunks = zip(head.hidden.flatten(0, -2).split(rows), target.split(rows), strict=True)
-    losses = [again(hidden, own, head.weight, head.bias) for hidden, own in chunks]
-    total = torch.stack(losses).sum()
-    if reduction == "sum":
-        return total
-    counts = target != ignore_index
-    if weight is None:  # in a type that has all whole numbers
-        terms = counts.sum().to(torch.promote_types(total.dtype, torch.float32))
-    else:
-        terms = (weight[target.where(counts, 0)] * counts).sum()
-    return (total / terms).to(total.dtype)
 
 
 # ---------------------------------------------------------------------- steps that are put off

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.escalation.checkpoint import CheckpointedBlocks, checkpointable, is_compiled
+from elastic_mbs.escalation.head import OtherLayers
 from elastic_mbs.escalation.inputs import Inputs
 from elastic_mbs.escalation.ladder import Step, steps_of
-from elastic_mbs.escalation.logits import ChunkedLogits, OtherLayers
+from elastic_mbs.escalation.logits import ChunkedLogits
 from elastic_mbs.escalation.offload import HostSlot, OffloadedTensors
 from elastic_mbs.escalation.position_wise import Kept, PositionWise
 from elastic_mbs.escalation.tile import TiledModules
@@ -183,5 +184,5 @@ def weighed(
         per_sample = known.time[0] * work + moved * (known.move or 0.0)
         seconds = per_sample * samples + known.time[1] * calls * pieces
     if pieces and work is not None and not moved and (fewer := before - calls * pieces) > 0:
-        pays = samples * (work - 1) / fewer
+        pays = max(0.0, samples * (work - 1) / fewer)
     return PlannedWay(str(way), largest, pieces, work, round(moved), seconds, pays, peak=peak)

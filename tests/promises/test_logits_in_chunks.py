@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from elastic_mbs import Escalated, Event, MemoryBudget, MicroBatchFloorError, ReplayUnsafeError
 from elastic_mbs.escalation import logits, tile
-from elastic_mbs.escalation.logits import ChunkedLogits, LazyLogits, OtherLayers
+from elastic_mbs.escalation.head import OtherLayers
+from elastic_mbs.escalation.logits import ChunkedLogits, LazyLogits
 from stress.reference.state import error_of
-from tests.helpers.steps import elastic, grads, through
+from tests.helpers.steps import elastic, grads, there, through
 from tests.helpers.strikes import every_operation
 
 CLASSES, FEATURES, LENGTH = 50, 8, 9
@@ -185,20 +188,51 @@ def test_an_input_that_was_edited_before_its_logits_were_read_is_refused(
         read(z, ids)
 
 
-def test_gradients_of_gradients_are_those_of_the_whole(small: None) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_of_gradients_are_those_of_the_whole(small: None, inside: bool) -> None:
     words, ids = Words().double(), tokens()
 
     def twice(loss: Loss, mode: Any) -> list[Tensor]:
-        with mode:
+        with ExitStack() as stack:
+            stack.enter_context(mode)
             found = loss(words(ids), ids)
-        first = torch.autograd.grad(found, [*words.parameters()], create_graph=True)
-        penalty = torch.stack([each.square().sum() for each in first]).sum()
-        return list(torch.autograd.grad(penalty, [*words.parameters()]))
+            if not inside:
+                stack.close()
+            first = torch.autograd.grad(found, [*words.parameters()], create_graph=True)
+            penalty = torch.stack([each.square().sum() for each in first]).sum()
+            return list(torch.autograd.grad(penalty, [*words.parameters()]))
 
     for name in ("shifted", "log_softmax"):
         loss = CHUNKED.get(name) or COMPUTED[name]
         wanted = twice(loss, torch.enable_grad())
         assert error_of(twice(loss, chunked(OtherLayers())), wanted) <= 1e-12
+
+
+def test_no_product_is_made_twice(small: None) -> None:
+    words, ids = Words().double(), tokens()
+    counts = []
+    for mode in (None, chunked(OtherLayers())):
+        with FlopCounterMode(display=False) as counter:
+            gradients(words, shifted, ids, mode)
+        counts.append(counter.get_total_flops())
+    assert counts[1] <= counts[0]
+
+
+def test_a_second_backward_has_the_same_gradient(small: None) -> None:
+    words, ids = Words().double(), tokens()
+    wanted = gradients(words, shifted, ids)[1:]
+    words.zero_grad()
+    with chunked(OtherLayers()):
+        loss = shifted(words(ids), ids)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert error_of([there(grad) / 2 for grad in grads(words)], wanted) <= 1e-12
+
+
+def test_a_head_in_float16_is_left_alone(small: None) -> None:
+    words, ids = Words().half(), tokens()
+    with chunked(OtherLayers()):
+        assert type(words(ids)) is Tensor
 
 
 def test_autocast_computes_the_same_logits(small: None) -> None:

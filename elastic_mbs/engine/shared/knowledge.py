@@ -15,8 +15,8 @@ from elastic_mbs.batch.containers import Path
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.messages import CallOutcome, Key
 from elastic_mbs.engine.outcome.timing import Timed
+from elastic_mbs.escalation.head import OtherLayers
 from elastic_mbs.escalation.ladder import Ladder
-from elastic_mbs.escalation.logits import OtherLayers
 from elastic_mbs.escalation.position_wise import PositionWise
 from elastic_mbs.noise_scale import Smoothed
 from elastic_mbs.options import Settings

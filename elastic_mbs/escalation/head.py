@@ -1,0 +1,130 @@
+"""A linear layer whose output is put off, and the gradients of what is computed from it later."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
+
+from elastic_mbs.errors import ReplayUnsafeError
+
+WAY_OUT = 'which cannot be put off: leave "logits" out of RecoveryOptions(escalate=...)'
+
+Step = Callable[[Tensor], Tensor]
+
+
+class OtherLayers:
+    """The linear layers whose output was read by something else than a cross-entropy."""
+
+    def __init__(self) -> None:
+        self._weights = WeakIdKeyDictionary()
+
+    def add(self, weight: Tensor) -> None:
+        """Leave the layer with this weight alone from now on."""
+        self._weights[weight] = True
+
+    def __contains__(self, weight: Tensor) -> bool:
+        return weight in self._weights
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer that was put off, and the elementwise steps after it.
+
+    Attributes:
+        hidden: its input, of shape (…, features).
+        weight: of shape (classes, features).
+        bias: of shape (classes,), or None.
+        steps: functions of the logits, of no parameters.
+        autocast: the type of autocast where the layer was called; None where it was off.
+        others: the layers that are left alone.
+        classes_first: the last two dimensions of the logits have changed places.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    steps: tuple[Step, ...]
+    autocast: torch.dtype | None
+    others: OtherLayers
+    classes_first: bool = False
+    versions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.versions:
+            object.__setattr__(self, "versions", self._versions())
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(x._version for x in (self.hidden, self.weight, self.bias) if x is not None)
+
+    def check(self) -> None:
+        """Refuse to compute logits whose inputs were edited since the layer was called.
+
+        Raises:
+            ReplayUnsafeError: an input has changed.
+        """
+        if self._versions() != self.versions:
+            raise ReplayUnsafeError(
+                f"the input or the weight of a linear layer with {self.weight.shape[0]} outputs "
+                f"was edited in place after the layer was called, {WAY_OUT}"
+            )
+
+    def with_rows(self, hidden: Tensor) -> Head:
+        """Return the head of other rows of the same input."""
+        self.check()
+        return replace(self, hidden=hidden, versions=())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the logits."""
+        *leading, rows = self.hidden.shape[:-1]
+        classes = self.weight.shape[0]
+        return (*leading, classes, rows) if self.classes_first else (*leading, rows, classes)
+
+    @contextlib.contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Run the block under the autocast of the call."""
+        kind = self.hidden.device.type
+        with torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
+            yield
+
+    def whole(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return all logits, in their shape."""
+        found = self.rows(hidden, weight, bias)
+        return found.transpose(-1, -2) if self.classes_first else found
+
+    def rows(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the logits of some rows, of shape (…, classes)."""
+        with self.as_called():
+            found = functional.linear(hidden, weight, bias)
+            for step in self.steps:
+                found = step(found)
+        return found
+
+
+def leaves_of(inputs: Sequence[Tensor | None], asked: Sequence[bool]) -> list[Any]:
+    """Return these tensors outside of their graph, each with a gradient where one is asked for."""
+    return [
+        None if each is None else each.detach().requires_grad_(wanted)
+        for each, wanted in zip(inputs, asked, strict=False)
+    ]
+
+
+def gradients_of(
+    out: Tensor, inputs: Sequence[Tensor | None], grad: Tensor | None = None
+) -> list[Tensor | None]:
+    """Return the gradients of the inputs that have one.
+
+    They have a graph of their own where gradients of gradients are asked for.
+    """
+    wanted = [each is not None and each.requires_grad for each in inputs]
+    chosen: Any = [each for each, asked in zip(inputs, wanted, strict=True) if asked]
+    double = torch.is_grad_enabled()
+    found = iter(torch.autograd.grad(out, chosen, grad, create_graph=double) if chosen else ())
+    return [next(found) if asked else None for asked in wanted]
