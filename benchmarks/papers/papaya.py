@@ -267,7 +267,7 @@ def predicted(
     """Return the predictions for each size, memory after one correction."""
     model = report.model
     assert model is not None, report.reason
-    model.add(start * elements, measured[start][1], first=True)
+    model.add(start * elements, measured[start][1], elements=elements, first=True)
     peaks = {size: model.predict(size * elements, first=True) or 0 for size in measured}
     return [
         Size(size, peak, round(peaks[size]), seconds, gamma * size + delta)

@@ -38,12 +38,20 @@ import math
 from collections.abc import Callable
 from random import Random
 
-from elastic_mbs.controller.growth import Margin, is_due, next_size, smaller_size
+from elastic_mbs.controller.growth import (
+    Margin,
+    first_size,
+    is_due,
+    next_size,
+    size_of_call,
+    smaller_size,
+)
 from elastic_mbs.controller.memory_model import MemoryModel
 from elastic_mbs.controller.messages import (
     CallOutcome,
     Capacity,
     Decision,
+    Extent,
     Key,
     Move,
     shape_class,
@@ -59,6 +67,7 @@ __all__ = [
     "Capacity",
     "Controller",
     "Decision",
+    "Extent",
     "Key",
     "Limits",
     "Move",
@@ -66,7 +75,7 @@ __all__ = [
     "shape_class",
 ]
 
-VERSION = 3  # of a saved state
+VERSION = 4  # of a saved state
 
 
 class Controller:
@@ -105,7 +114,8 @@ class Controller:
             memory: the predicted peak by size.
             size: the largest size that fits; 0 where only a trial can show one.
         """
-        track = self._tracks.get(key) or self._new_track(key, elements)
+        batch = Extent(samples, elements, samples)
+        track = self._tracks.get(key) or self._new_track(key, batch, None)
         self._tracks[key] = track
         track.recent.append((samples, elements))
         track.memory = memory
@@ -127,20 +137,11 @@ class Controller:
         track = self._tracks.get(key)
         return track is not None and track.released
 
-    def resume(
-        self,
-        key: Key,
-        batch: tuple[int, int, int],
-        capacity: Capacity | None,
-        held: int | None,
-    ) -> None:
+    def resume(self, key: Key, batch: Extent, capacity: Capacity | None, held: int | None) -> None:
         """Take over what another phase has left, before the first call after it.
 
-        Args:
-            key: the kind of call.
-            batch: its samples, elements per sample, and largest size.
-            capacity: a reading made now.
-            held: the bytes in use now, outside the call's own needs; None where not known.
+        `capacity` is a reading made now. `held` are the bytes in use now, outside the call's own
+        needs; None where they are not known.
         """
         track = self._tracks[key]
         track.released = False
@@ -151,29 +152,26 @@ class Controller:
         self._margin.follow(capacity)
         _, longest = track.size_below_ceilings(self._limits, *batch)
         budget = self._margin.budget(track, capacity)
-        size = smaller_size(track, batch[:2], longest, self._limits, budget)
+        size = smaller_size(track, batch, longest, self._limits, budget)
         if size is not None:
             self._resize(track, min(track.size, self._limits.clamp(size)))
 
     # ------------------------------------------------------------------ one call
 
-    def begin(self, key: Key, samples: int, elements: int, largest: int | None = None) -> Decision:
-        """Open a call on a batch of `samples` samples with `elements` elements each.
+    def begin(self, key: Key, batch: Extent, capacity: Capacity | None = None) -> Decision:
+        """Open a call; `capacity` is the latest reading, None where there is none.
 
-        Its size is `largest` at most; None: the batch. A call that is still open on this track is
-        abandoned.
+        A call that is still open on this track is abandoned.
         """
-        largest = samples if largest is None else largest
         track = self._tracks.get(key)
         if track is None:
-            track = self._tracks[key] = self._new_track(key, elements)
+            track = self._tracks[key] = self._new_track(key, batch, capacity)
         elif track.call is not None:
             self.abandon(key)
-        track.recent.append((samples, elements))
-        size, length = track.size_below_ceilings(self._limits, samples, elements, largest)
-        known = (
-            track.calls >= self._policy.patience
-            and length * elements <= track.memory.largest_observed
+        track.recent.append(batch[:2])
+        size, length = size_of_call(track, batch, self._limits, self._budget(track, capacity))
+        known = track.calls >= self._policy.patience and track.memory.covers(
+            length * batch.elements, batch.elements
         )
         # Measuring resets the peak statistics of the process, which would disturb others who read
         # them. So it is given up after a few calls in which no peak could be measured.
@@ -183,12 +181,12 @@ class Controller:
         track.call = RunningCall(
             before=track.size,
             epoch=track.epoch,
-            samples=samples,
-            elements=elements,
+            samples=batch.samples,
+            elements=batch.elements,
             learning=learning,
             began=self._clock(),
             length=length,
-            largest=largest,
+            largest=batch.largest,
         )
         return Decision(size, learning, track.wants_reading)
 
@@ -216,7 +214,7 @@ class Controller:
         fitting = None
         if capacity is not None and not call.ooms:
             budget = self._margin.budget(track, capacity)
-            batch = call.samples, call.elements
+            batch = Extent(call.samples, call.elements, call.largest)
             fitting = smaller_size(track, batch, attempted, self._limits, budget)
         self._margin.follow(capacity)
         after = min(track.size, self._limits.clamp(fitting or attempted // 2))
@@ -338,21 +336,23 @@ class Controller:
             raise UsageError(f"no call of {key} is running: begin() comes first")
         return track, track.call
 
-    def _new_track(self, key: Key, elements: int) -> Track:
+    def _new_track(self, key: Key, batch: Extent, capacity: Capacity | None) -> Track:
         """Make a track: it starts as large, in elements, as the one of the nearest shape class."""
-        known = [
-            (k, t) for k, t in self._tracks.items() if (k.name, k.mode) == (key.name, key.mode)
-        ]
+        near = key.nearest(self._tracks)
         if self._start is not None:
             size = self._start
-        elif known:
-            # Of two classes as near, the one of the longer samples: memory can grow faster than
-            # their length, never slower.
-            _, track = min(known, key=lambda item: (abs(item[0].shape - key.shape), -item[0].shape))
-            size = min(WHOLE, track.size * track.expected()[1] // elements)
+        elif near is not None:
+            track = self._tracks[near]
+            size = first_size(track, batch, self._limits, self._budget(track, capacity))
         else:
             size = WHOLE
         return Track(self._limits.clamp(size), self._patience(), decided_at=self._clock())
+
+    def _budget(self, track: Track, capacity: Capacity | None) -> float | None:
+        """Return the bytes that a call may reach as it begins; None where they do not count."""
+        if capacity is None or not self._policy.grow:
+            return None
+        return self._margin.budget(track, capacity)
 
     def _patience(self) -> int:
         patience = self._policy.patience

@@ -2,19 +2,22 @@
 
 PAPAYA (arXiv 2303.14633) fits both by straight lines. For memory that is not enough: the peak is a
 maximum of affine functions, so it is convex, and a line through two small sizes is up to 48 % too
-low at a larger one.
+low at a larger one. Where attention keeps its weights, it depends on the length, too.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from elastic_mbs.controller.memory_model import UNCHECKED, MemoryModel
+from elastic_mbs.controller.curve import FittedCurve
+from elastic_mbs.controller.memory_model import UNCHECKED, Highest, MemoryModel, PeakCurve
 from elastic_mbs.controller.saved import checked
+from elastic_mbs.controller.work import LINEAR, QUADRATIC, Measured, Work, fitted
 
 # Sizes remembered per fit: there is no end of different sequence lengths, and memory is bounded.
 KNOTS = 32
@@ -32,9 +35,29 @@ def _thin_out(knots: dict[int, Any], keep: int) -> None:
     del knots[sizes[min(inner, key=lambda i: sizes[i + 1] / sizes[i - 1])]]
 
 
+class _Place(NamedTuple):
+    """The size of a piece, and the elements of one of its samples."""
+
+    x: int
+    elements: int
+
+    @property
+    def square(self) -> int:
+        """The size, times the elements of a sample."""
+        return self.x * self.elements
+
+    def within(self, other: _Place) -> bool:
+        """Return True where this piece needs no more than the other one, whatever α and β are."""
+        return self.x <= other.x and self.square <= other.square
+
+    def distance(self, other: _Place) -> float:
+        """Return how far apart two places are: the larger of two ratios, in logarithms."""
+        return max(abs(math.log(self.x / other.x)), abs(math.log(self.elements / other.elements)))
+
+
 @dataclass
 class _Knot:
-    """The measurements at one size."""
+    """The measurements at one place."""
 
     peaks: list[int]  # the latest ones, in bytes
     seen: int  # number of the last one among all measurements of the fit
@@ -45,52 +68,57 @@ class _Knot:
 
 
 class MemoryFit(MemoryModel):
-    """Peak bytes as a convex, piecewise linear function of the size.
+    """Peak bytes by size and length, fitted to measurements.
 
-    Between two sizes measured it is the chord, which lies above any convex function. Beyond the
-    largest one it goes on along the steepest chord that ends there.
+    All measurements count for every length: one with samples of another length stands for the size
+    that takes as much (`Work`). While one length alone was seen, or sizes and lengths have not
+    varied apart, memory can be linear in the length, quadratic, or between the two. The higher
+    prediction counts then.
     """
 
     RECENT = 3  # measurements kept per size; the highest counts
     STRIDE = 2
-    REACH = 2  # times the largest size measured: no peak is predicted beyond
-    # A chord that begins above this fraction of the larger size is too short: noise would decide
-    # its slope.
-    SPREAD = 0.95
     CHECKS = 8  # comparisons of a prediction with a measurement that are remembered
 
     def __init__(self) -> None:
-        self._knots: dict[int, _Knot] = {}
+        self._knots: dict[_Place, _Knot] = {}
         self._seen = 0  # measurements so far
         self._held: int | None = None  # bytes in use when the latest call began
         # how far peaks were above their predictions, as fractions
         self._errors: deque[float] = deque(maxlen=self.CHECKS)
+        self._curves: dict[int, PeakCurve] = {}  # by length, since the last change
 
-    @property
-    def largest_observed(self) -> int:
-        return max(self._knots, default=0)
+    def at(self, elements: int) -> PeakCurve:
+        curve = self._curves.get(elements)
+        if curve is None:
+            if len(self._curves) >= KNOTS:
+                self._curves.clear()
+            curve = self._curves[elements] = self._curve(elements)
+        return curve
 
-    @property
-    def reach(self) -> int:
-        return self.REACH * self.largest_observed
+    def _curve(self, elements: int) -> PeakCurve:
+        if all(place.elements == elements for place in self._knots):
+            return self._under(LINEAR, elements)
+        points = (Measured(*place, knot.peak) for place, knot in self._knots.items())
+        work = fitted(points)
+        if work is None:
+            return Highest([self._under(each, elements) for each in (LINEAR, QUADRATIC)])
+        return self._under(work, elements)
 
-    @property
-    def spread(self) -> float:
-        return max(self._errors, default=UNCHECKED)
+    def _under(self, work: Work, elements: int) -> PeakCurve:
+        """Return the curve of a length, where memory follows `work`."""
+        points = (
+            (work.equivalent(*place, elements), knot.peak) for place, knot in self._knots.items()
+        )
+        return FittedCurve(points, self._held, max(self._errors, default=UNCHECKED))
 
-    @property
-    def slope(self) -> float | None:
-        """Bytes per element beyond the largest size measured.
+    def covers(self, x: int, elements: int) -> bool:
+        piece = _Place(x, elements)
+        return any(piece.within(place) for place in self._knots)
 
-        None while no two sizes far enough apart are known.
-        """
-        last = self.largest_observed
-        slopes = [
-            (self._knots[last].peak - knot.peak) / (last - x)
-            for x, knot in self._knots.items()
-            if x <= self.SPREAD * last
-        ]
-        return max(slopes, default=None)
+    def is_new(self, x: int, elements: int) -> bool:
+        shorter = any(place.elements < elements for place in self._knots)
+        return shorter and not self.covers(x, elements)
 
     def hold(self, held: int) -> None:
         """Take the bytes in use outside the call's own needs; all peaks move with them.
@@ -100,24 +128,28 @@ class MemoryFit(MemoryModel):
         to fit, because the small size is not measured again.
         """
         before, self._held = self._held, held
-        if before is not None and before != held:
-            self._shift(held - before, before=self._seen + 1)
+        if before != held:
+            self._curves.clear()
+            if before is not None:
+                self._shift(held - before, before=self._seen + 1)
 
-    def add(self, x: int, peak: int, *, first: bool = False) -> None:
+    def add(self, x: int, peak: int, *, elements: int, first: bool = False) -> None:
         """Take one measurement; the fit does not distinguish a call that made the gradients."""
         self._seen += 1
-        older = self._knots.get(x)
-        expected = self.predict(x)
+        place = _Place(x, elements)
+        older = self._knots.get(place)
+        expected = self.at(elements).predict(x)
         if older is None and expected:
             self._errors.append(max(0.0, peak / expected - 1))
         peaks = [*(older.peaks if older else []), peak]
-        knot = self._knots[x] = _Knot(peaks[-self.RECENT :], self._seen)
+        knot = self._knots[place] = _Knot(peaks[-self.RECENT :], self._seen)
         if older and older.peak != knot.peak:
-            # A second measurement at one size shows a change of what the process holds besides,
+            # A second measurement at one place shows a change of what the process holds besides,
             # where `hold` was not told: all measurements made before the first one move with it.
             self._shift(knot.peak - older.peak, before=older.seen)
         self._drop_contradicted()
-        _thin_out(self._knots, x)
+        self._thin_out(place)
+        self._curves.clear()
 
     def _shift(self, by: int, *, before: int) -> None:
         """Move all peaks that were measured earlier than number `before`."""
@@ -126,66 +158,45 @@ class MemoryFit(MemoryModel):
                 knot.peaks = [max(0, peak + by) for peak in knot.peaks]
 
     def _drop_contradicted(self) -> None:
-        """Drop each size that a newer one contradicts: a larger size has no smaller peak."""
-        kept: list[tuple[int, int]] = []
-        for x, knot in sorted(self._knots.items(), key=lambda item: -item[1].seen):
-            # Sizes and peaks of the newer ones rise together, so comparing with the two neighbours
-            # is enough.
-            here = bisect.bisect(kept, (x, 0))
-            above_smaller = here == 0 or kept[here - 1][1] <= knot.peak
-            below_larger = here == len(kept) or knot.peak <= kept[here][1]
-            if above_smaller and below_larger:
-                kept.insert(here, (x, knot.peak))
-        self._knots = {x: self._knots[x] for x, _ in kept}
+        """Drop each measurement that a newer one contradicts: what needs more has no less."""
+        kept: list[tuple[int, int, int]] = []  # size, square and peak
+        places: list[_Place] = []
+        for place, knot in sorted(self._knots.items(), key=lambda item: -item[1].seen):
+            x, square, peak = place.x, place.square, knot.peak
+            if not any(
+                (x <= other and square <= larger and peak > most)
+                or (other <= x and larger <= square and most > peak)
+                for other, larger, most in kept
+            ):
+                kept.append((x, square, peak))
+                places.append(place)
+        self._knots = {place: self._knots[place] for place in sorted(places)}
 
-    def predict(self, x: int, *, first: bool = False) -> float | None:
-        """Return the predicted peak in bytes.
+    def _thin_out(self, keep: _Place) -> None:
+        """Drop the measurement closest to the next one where there are too many.
 
-        None where nothing is known: no measurement, no slope yet, or beyond the reach.
+        The smallest and the largest size stay, the smallest and the largest square, and `keep`.
         """
-        last = self.largest_observed
-        if not last or x > self.reach:
-            return None
-        if x > last:
-            slope = self.slope
-            return None if slope is None else self._knots[last].peak + slope * (x - last)
-        if x < min(self._knots):
-            return self._below(x)
-        right = min(y for y in self._knots if y >= x)
-        left = max((y for y in self._knots if y <= x), default=right)
-        low, high = self._knots[left].peak, self._knots[right].peak
-        return float(high) if left == right else low + (high - low) * (x - left) / (right - left)
-
-    def _below(self, x: int) -> float:
-        """Return the peak of a size below the smallest one measured.
-
-        It lies on the flattest chord from the smallest size to a larger one, continued. With one
-        size measured it lies on the chord to that size from the bytes that the process holds.
-        """
-        first = min(self._knots)
-        peak = self._knots[first].peak
-        slopes = [
-            (knot.peak - peak) / (y - first)
-            for y, knot in self._knots.items()
-            if first <= self.SPREAD * y
-        ]
-        if not slopes:
-            slopes = [0.0 if self._held is None else max(0, peak - self._held) / first]
-        return max(min(self._held or 0, peak), peak - min(slopes) * (first - x))
+        if len(self._knots) <= KNOTS:
+            return
+        order = sorted(self._knots, key=attrgetter("square"))
+        ends = {keep, order[0], order[-1], min(order), max(order)}
+        gaps = [(here.distance(after), here) for here, after in pairwise(order)]
+        del self._knots[min(gap for gap in gaps if gap[1] not in ends)[1]]
 
     def state(self) -> list[list[object]]:
-        """Return everything that is known, as JSON: `[size, peaks, seen]` per size."""
-        return [[x, list(knot.peaks), knot.seen] for x, knot in sorted(self._knots.items())]
+        """Return everything that is known, as JSON: `[size, length, peaks, seen]` of each."""
+        return [[*place, list(knot.peaks), knot.seen] for place, knot in self._knots.items()]
 
     @classmethod
     def restored(cls, state: Any) -> MemoryFit:
         """Make the fit that `state()` describes; TypeError or ValueError where it is malformed."""
         fit = cls()
-        for x, peaks, seen in state:
+        for x, elements, peaks, seen in state:
             if not peaks:
                 raise ValueError(f"no peak at {x!r} elements")
             knot = _Knot([checked(peak, int) for peak in peaks], checked(seen, int, 0, 2**53))
-            fit._knots[checked(x, int, 1)] = knot
+            fit._knots[_Place(checked(x, int, 1), checked(elements, int, 1))] = knot
             fit._seen = max(fit._seen, seen)
         return fit
 

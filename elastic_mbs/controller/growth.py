@@ -9,9 +9,9 @@ import math
 from collections import deque
 
 from elastic_mbs.batch.pieces import smallest_size
-from elastic_mbs.controller.messages import Capacity
+from elastic_mbs.controller.messages import Capacity, Extent
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.controller.track import Ceiling, Track
+from elastic_mbs.controller.track import WHOLE, Ceiling, Track
 
 # With one size measured, the next one is larger by at least this factor: else noise would decide
 # the slope between them.
@@ -66,7 +66,8 @@ def is_due(track: Track, limits: Limits, policy: Policy, capacity: Capacity) -> 
         return True
     samples, elements = track.expected()
     known = max(
-        track.proven.largest(capacity.bytes * (1 + policy.changed)), track.memory.largest_observed
+        track.proven.largest(capacity.bytes * (1 + policy.changed)),
+        track.memory.at(elements).largest_observed,
     )
     jitter = track.patience - policy.patience
     return known > limits.longest(samples, track.size) * elements and track.clean > jitter
@@ -107,9 +108,9 @@ def next_size(
 
 def _furthest(track: Track, limits: Limits) -> int:
     """Return the most elements that a growth may reach at once, by the patience so far."""
-    if track.clean < track.patience:  # only back to a size that is known
-        return track.memory.largest_observed
     samples, elements = track.expected()
+    if track.clean < track.patience:  # only back to a size that is known
+        return track.memory.at(elements).largest_observed
     return track.memory.STRIDE * limits.longest(samples, track.size) * elements
 
 
@@ -127,13 +128,13 @@ def _pieces_halfway(track: Track, limits: Limits, ceiling: Ceiling, proven: int)
 
 
 def smaller_size(
-    track: Track, batch: tuple[int, int], longest: int, limits: Limits, available: float
+    track: Track, batch: Extent, longest: int, limits: Limits, available: float
 ) -> int | None:
     """Return the largest size predicted to fit in `available` bytes, where `longest` does not.
 
     Args:
         track: the measurements.
-        batch: its samples, and elements per sample.
+        batch: the batch to cut.
         longest: samples of a piece that has failed, or would be run.
         limits: the sizes that are allowed.
         available: bytes that the peak may reach.
@@ -142,14 +143,53 @@ def smaller_size(
         The size in samples. None where a piece of `longest` samples is predicted to fit, nothing is
         predicted, or no size fits.
     """
-    samples, elements = batch
-    most = longest * elements
-    if track.memory.predict(most) is None or track.memory.fits(most, available):
+    samples, elements, _ = batch
+    most, curve = longest * elements, track.memory.at(elements)
+    if curve.predict(most) is None or curve.fits(most, available):
         return None
-    room = track.memory.largest(available, most - 1) // elements
+    room = curve.largest(available, most - 1) // elements
     if room < limits.floor:
         return None
     return smallest_size(samples, limits.pieces(samples, room), align=limits.align)
+
+
+def size_of_call(
+    track: Track, batch: Extent, limits: Limits, available: float | None
+) -> tuple[int, int]:
+    """Return the size for a call, and the length of its longest piece.
+
+    Samples longer than others before them get the largest size that they are predicted to fit in
+    with. The size of the track stays as it is.
+
+    Args:
+        track: the measurements, and the size.
+        batch: the batch of the call.
+        limits: the sizes that are allowed.
+        available: bytes that the peak may reach; None where they do not count.
+    """
+    samples, elements, largest = batch
+    size, length = track.size_below_ceilings(limits, samples, elements, largest)
+    if available is None or not track.memory.is_new(length * elements, elements):
+        return size, length
+    fitting = smaller_size(track, batch, length, limits, available)
+    if fitting is None:
+        return size, length
+    size = min(size, limits.clamp(fitting))
+    return size, limits.longest(samples, size)
+
+
+def first_size(near: Track, batch: Extent, limits: Limits, available: float | None) -> int:
+    """Return the first size of a track: as many elements as the track of another length has.
+
+    It is smaller where the measurements of that track say that they do not fit. The arguments are
+    those of `size_of_call`.
+    """
+    size = min(WHOLE, near.size * near.expected()[1] // batch.elements)
+    if available is None:
+        return size
+    longest = limits.longest(batch.samples, min(batch.largest, limits.clamp(size)))
+    fitting = smaller_size(near, batch, longest, limits, available)
+    return size if fitting is None else min(size, fitting)
 
 
 def _room_in_memory(track: Track, limits: Limits, available: float, below: int) -> int:
@@ -158,15 +198,15 @@ def _room_in_memory(track: Track, limits: Limits, available: float, below: int) 
     Sizes with as many pieces as the present one do not count.
     """
     samples, elements = track.expected()
-    memory = track.memory
-    measured = memory.largest_observed
-    if memory.slope is not None or 0 < below * elements <= measured:
+    curve = track.memory.at(elements)
+    measured = curve.largest_observed
+    if curve.slope is not None or 0 < below * elements <= measured:
         fewer = limits.pieces(samples, track.size) - 1
         least = smallest_size(samples, fewer, align=limits.align)
         # Asked first, because where memory limits the size the answer is no in every call.
-        if not memory.fits(least * elements, available):
+        if not curve.fits(least * elements, available):
             return 0
-        return memory.largest(available, below * elements) // elements
+        return curve.largest(available, below * elements) // elements
     if not measured:
         return 0 if track.ceilings else below
     return _first_step(track, limits, available, below)
@@ -180,8 +220,9 @@ def _first_step(track: Track, limits: Limits, available: float, below: int) -> i
     it costs one failure.
     """
     samples, elements = track.expected()
-    measured = track.memory.largest_observed
-    peak = track.memory.predict(measured) or 0.0
+    curve = track.memory.at(elements)
+    measured = curve.largest_observed
+    peak = curve.predict(measured) or 0.0
     if peak > available:
         return 0
     present = limits.longest(samples, track.size)

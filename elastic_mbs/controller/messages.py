@@ -5,6 +5,7 @@ They are named tuples, because each call makes several of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -22,6 +23,23 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} ({self.mode}, 2^{self.shape} elements per sample)"
+
+    def nearest(self, others: Iterable[Key]) -> Key | None:
+        """Return the kind of call of this name and mode with the nearest shape class, if any."""
+        known = [other for other in others if other[:2] == self[:2]]
+        # Of two classes as near, the one of the longer samples: memory can grow faster than their
+        # length, never slower.
+        return min(
+            known, key=lambda other: (abs(other.shape - self.shape), -other.shape), default=None
+        )
+
+
+class Extent(NamedTuple):
+    """The extent of a call's batch."""
+
+    samples: int
+    elements: int  # per sample
+    largest: int  # the size at which memory is no limit, in samples
 
 
 class Capacity(NamedTuple):

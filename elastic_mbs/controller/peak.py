@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from elastic_mbs.controller.memory_model import UNCHECKED, MemoryModel
+from elastic_mbs.controller.memory_model import UNCHECKED, MemoryModel, PeakCurve
 from elastic_mbs.controller.saved import checked
 
 RECENT = 8  # sizes whose measurements count
@@ -56,7 +56,7 @@ class _Seen(NamedTuple):
     rest: float  # everything else
 
 
-class PeakModel(MemoryModel):
+class PeakModel(MemoryModel, PeakCurve):
     """Peak bytes of a call in pieces of x elements, and of the optimizer's step after it.
 
     Args:
@@ -90,6 +90,15 @@ class PeakModel(MemoryModel):
         self.kappa = 1.0
         self._spread = 0.0  # without a measurement, the margin of the policy has to do
 
+    def at(self, elements: int) -> PeakCurve:
+        return self
+
+    def covers(self, x: int, elements: int) -> bool:
+        return x <= self.largest_observed
+
+    def is_new(self, x: int, elements: int) -> bool:
+        return False
+
     @property
     def largest_observed(self) -> int:
         return max(self._seen, default=0)
@@ -118,7 +127,7 @@ class PeakModel(MemoryModel):
         """Return the highest line at pieces of x elements."""
         return max(self._first if first else self._later, key=lambda line: line.at(x, self.kappa))
 
-    def add(self, x: int, peak: int, *, first: bool = False) -> None:
+    def add(self, x: int, peak: int, *, elements: int, first: bool = False) -> None:
         """Take the measured peak of a call's forward and backward, and fit κ to it.
 
         A peak that the optimizer's step could have made says nothing about κ, nor does one without

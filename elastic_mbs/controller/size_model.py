@@ -48,7 +48,7 @@ class SizeModel:
             elements,
             gamma,
             delta,
-            memory.spread if isinstance(memory, PeakModel) else None,
+            memory.at(elements).spread if isinstance(memory, PeakModel) else None,
             memory,
         )
 
@@ -77,5 +77,5 @@ class SizeModel:
 
         None where it is not known, or too far from the sizes measured.
         """
-        predicted = self._memory.predict(size * self.elements)
+        predicted = self._memory.at(self.elements).predict(size * self.elements)
         return None if predicted is None else round(predicted)

@@ -1,7 +1,8 @@
 """The track of one kind of call (a `Key`): its size, its failures and its measurements.
 
 Sizes are in samples. Limits are in elements, because samples of one shape class differ in length
-by up to a factor of two. Shape classes share no fit: attention can be quadratic in the length.
+by up to a factor of two. Shape classes share no fit: the operation at the peak can be another one
+where samples are much longer.
 """
 
 from __future__ import annotations
@@ -293,7 +294,12 @@ class Track:
         """
         self.calls += 1
         if outcome.peak is not None:
-            self.memory.add(call.length * call.elements, outcome.peak, first=outcome.fresh)
+            self.memory.add(
+                call.length * call.elements,
+                outcome.peak,
+                elements=call.elements,
+                first=outcome.fresh,
+            )
             self.calls_without_peak = 0
         elif call.learning:
             self.calls_without_peak += 1

@@ -21,7 +21,7 @@ from elastic_mbs.batch.pieces import TokenBudget
 from elastic_mbs.batch.schedule import Schedule
 from elastic_mbs.batch.transfer import Loader
 from elastic_mbs.batch.view import BatchView
-from elastic_mbs.controller.messages import Decision, Key, shape_class
+from elastic_mbs.controller.messages import Decision, Extent, Key, shape_class
 from elastic_mbs.engine.edits import BatchEdits
 from elastic_mbs.engine.gradients import CallGradients
 from elastic_mbs.engine.hooks import AttemptHooks
@@ -193,12 +193,13 @@ def _begun(
     """
     view, key, controller = batch.view, batch.key, knowledge.controller
     schedule = _schedule(resources, batch)
+    extent = Extent(view.worth, view.elements, schedule.largest)
     if controller.is_back(key):
         capacity = resources.capacity() if resources.monitor.renew() else None
         count_batch(resources, view)
         held = held_beside(resources, _full(resources, gradients))
-        controller.resume(key, (view.worth, view.elements, schedule.largest), capacity, held)
-    decision = controller.begin(key, view.worth, view.elements, schedule.largest)
+        controller.resume(key, extent, capacity, held)
+    decision = controller.begin(key, extent, resources.capacity())
     return decision, Progress(schedule, decision.size)
 
 

@@ -8,30 +8,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_mbs.controller.controller import Decision, Key, Move, Policy, shape_class
+from elastic_mbs.controller.controller import Decision, Extent, Key, Move, Policy, shape_class
 from elastic_mbs.errors import UsageError
 from tests.helpers.controller_driver import KEY, Driver
 
 
 def test_auto_starts_with_the_whole_batch_however_large_the_next_one_is() -> None:
     driver = Driver()
-    assert driver.controller.begin(KEY, 40, 1) == Decision(size=40, learning=True)
+    assert driver.controller.begin(KEY, Extent(40, 1, 40)) == Decision(size=40, learning=True)
     driver.controller.abandon(KEY)
     assert driver.clean(40) is None
-    assert driver.controller.begin(KEY, 400, 1).size == 400
+    assert driver.controller.begin(KEY, Extent(400, 1, 400)).size == 400
     assert driver.controller.out_of_memory(KEY, 400, driver.reading()) == 200
     driver.controller.abandon(KEY)
-    assert driver.controller.begin(KEY, 800, 1).size == 200
-    assert Driver(max_micro_batch_size=30, align=4).controller.begin(KEY, 64, 1).size == 28
+    assert driver.controller.begin(KEY, Extent(800, 1, 800)).size == 200
+    assert (
+        Driver(max_micro_batch_size=30, align=4).controller.begin(KEY, Extent(64, 1, 64)).size == 28
+    )
 
 
 def test_an_int_starts_there() -> None:
-    assert Driver(9, align=2).controller.begin(KEY, 64, 1) == Decision(size=8, learning=True)
+    assert Driver(9, align=2).controller.begin(KEY, Extent(64, 1, 64)) == Decision(
+        size=8, learning=True
+    )
 
 
 def test_without_grow_a_size_never_rises_but_auto_may_settle() -> None:
     fixed, settling = Driver(4, grow=False), Driver(grow=False)
-    assert not fixed.controller.begin(KEY, 64, 1).learning, "peaks are for growing"
+    assert not fixed.controller.begin(KEY, Extent(64, 1, 64)).learning, "peaks are for growing"
     assert fixed.until_move() == (40, None)
     fixed.failing(4)
     assert fixed.until_move() == (40, None)
@@ -56,7 +60,7 @@ def test_an_escalation_after_an_unexplained_failure_ends_no_call() -> None:
     driver = Driver(7, min_micro_batch_size=4)
     for _ in range(3):
         driver.clean(7)
-    decision = driver.controller.begin(KEY, 7, 1)
+    decision = driver.controller.begin(KEY, Extent(7, 1, 7))
     assert driver.controller.out_of_memory(KEY, 7, driver.reading()) is None
     driver.controller.needs_other(KEY)
     assert driver.finish(decision, 7, 1, KEY, size=4, ooms=1) == Move(4, 7, "grow")
@@ -69,7 +73,7 @@ def test_a_failure_halves_what_was_attempted_aligned_and_above_the_minimum(
 ) -> None:
     driver = Driver(max(500, minimum), min_micro_batch_size=minimum, align=align)
     floor = driver.policy.limits.floor
-    driver.controller.begin(KEY, 500, 1)
+    driver.controller.begin(KEY, Extent(500, 1, 500))
     size = driver.controller.out_of_memory(KEY, attempted, None)
     assert driver.size() == max(floor, max(1, attempted // 2 // align) * align)
     if size is None:
@@ -89,14 +93,14 @@ def test_at_the_floor_a_failure_has_no_size_to_go_on_with() -> None:
 def test_longer_samples_of_the_class_get_a_smaller_size_for_that_call_only() -> None:
     driver = Driver(16)
     driver.failing(16, elements=8)
-    driver.controller.begin(KEY, 64, 8)
+    driver.controller.begin(KEY, Extent(64, 8, 64))
     assert driver.size() == 8
-    assert driver.controller.begin(KEY, 64, 15).size == 8, (
+    assert driver.controller.begin(KEY, Extent(64, 15, 64)).size == 8, (
         "120 elements are below the 128 that failed"
     )
-    assert driver.controller.begin(KEY, 64, 16).size == 7
-    assert driver.controller.begin(KEY, 64, 8).size == 8
-    assert Driver(16).controller.begin(KEY, 64, 400).size == 16
+    assert driver.controller.begin(KEY, Extent(64, 16, 64)).size == 7
+    assert driver.controller.begin(KEY, Extent(64, 8, 64)).size == 8
+    assert Driver(16).controller.begin(KEY, Extent(64, 400, 64)).size == 16
 
 
 def test_two_thrashing_calls_halve_and_leave_a_ceiling() -> None:
@@ -121,19 +125,19 @@ def test_peaks_are_wanted_only_while_a_size_is_learned() -> None:
     driver = Driver(64)
     wanted = []
     for _ in range(8):
-        decision = driver.controller.begin(KEY, 64, 1)
+        decision = driver.controller.begin(KEY, Extent(64, 1, 64))
         wanted.append(decision.learning)
         driver.finish(decision, 64, 1, KEY, size=64)
     assert wanted == [True] * 4 + [False] * 4
     assert (
-        driver.controller.begin(KEY, 64, 2).learning is False
-        or driver.controller.begin(KEY, 64, 1).learning is False
+        driver.controller.begin(KEY, Extent(64, 2, 64)).learning is False
+        or driver.controller.begin(KEY, Extent(64, 1, 64)).learning is False
     )
     blind = Driver(64)
     blind.need = None
     for _ in range(8):
         blind.clean()
-    assert not blind.controller.begin(KEY, 64, 1).learning, (
+    assert not blind.controller.begin(KEY, Extent(64, 1, 64)).learning, (
         "whoever resets the statistics too is left in peace"
     )
 
@@ -142,13 +146,16 @@ def test_a_new_shape_class_starts_from_the_nearest_one_by_elements() -> None:
     driver = Driver()
     driver.capacity = 10**6
     known = Key("loss", "train", shape_class(100))
-    driver.controller.begin(known, 128, 100)
+    driver.controller.begin(known, Extent(128, 100, 128))
     driver.controller.out_of_memory(known, 128, driver.reading())
     new = Key("loss", "train", shape_class(300))
-    assert driver.controller.begin(new, 64, 300) == Decision(size=21, learning=True)
-    assert driver.controller.begin(Key("loss", "train", 1), 9999, 3).size == 64 * 100 // 3
-    assert driver.controller.begin(Key("loss", "eval", 8), 64, 300).size == 64
-    assert driver.controller.begin(Key("other", "train", 8), 64, 300).size == 64
+    assert driver.controller.begin(new, Extent(64, 300, 64)) == Decision(size=21, learning=True)
+    assert (
+        driver.controller.begin(Key("loss", "train", 1), Extent(9999, 3, 9999)).size
+        == 64 * 100 // 3
+    )
+    assert driver.controller.begin(Key("loss", "eval", 8), Extent(64, 300, 64)).size == 64
+    assert driver.controller.begin(Key("other", "train", 8), Extent(64, 300, 64)).size == 64
 
 
 def test_of_two_neighbours_the_one_of_longer_samples_decides() -> None:
@@ -156,21 +163,21 @@ def test_of_two_neighbours_the_one_of_longer_samples_decides() -> None:
     state = driver.controller.state_dict()
     for shape, size in ((4, 64), (6, 2)):
         driver.controller = driver.make()
-        driver.controller.begin(Key("loss", "train", shape), 64, 2**shape)
+        driver.controller.begin(Key("loss", "train", shape), Extent(64, 2**shape, 64))
         saved: Any = driver.controller.state_dict()["tracks"]
         saved[0] |= {"size": size}
         tracks: Any = state["tracks"]
         tracks.extend(saved)
     driver.controller = driver.make()
     driver.controller.load_state_dict(state)
-    assert driver.controller.begin(Key("loss", "train", 5), 64, 32).size == 2 * 64 // 32
+    assert driver.controller.begin(Key("loss", "train", 5), Extent(64, 32, 64)).size == 2 * 64 // 32
 
 
 def test_tracks_do_not_disturb_each_other() -> None:
     driver = Driver(16)
     driver.clean()
     other = Key("loss", "eval", 0)
-    driver.controller.begin(other, 64, 1)
+    driver.controller.begin(other, Extent(64, 1, 64))
     driver.controller.out_of_memory(other, 16, driver.reading())
     driver.controller.abandon(other)
     assert driver.size() == 16
@@ -179,9 +186,9 @@ def test_tracks_do_not_disturb_each_other() -> None:
 
 def test_an_open_call_is_abandoned_by_the_next_one() -> None:
     driver = Driver(16)
-    driver.controller.begin(KEY, 64, 1)
+    driver.controller.begin(KEY, Extent(64, 1, 64))
     driver.controller.out_of_memory(KEY, 16, driver.reading())
-    assert driver.controller.begin(KEY, 64, 1).size == 8
+    assert driver.controller.begin(KEY, Extent(64, 1, 64)).size == 8
     driver.controller.abandon(KEY)
     driver.controller.abandon(KEY)
     driver.controller.abandon(Key("unknown", "train", 0))
@@ -222,12 +229,12 @@ def test_bad_values_are_named(make: Callable[[], object], message: str) -> None:
 
 
 SAVED = (
-    '{"version": 3, "tracks": [{"name": "loss", "mode": "train", "shape": 0, "size": 24, '
+    '{"version": 4, "tracks": [{"name": "loss", "mode": "train", "shape": 0, "size": 24, '
     '"patience": 5, "epoch": 5, "clean": 1, "calls": 1, '
     '"cooldown_left": 3.5, "fragmentation": 1.0, "proven": [[16, 5000]], "trial": [16, 16, 3, '
     '5000, 96, false], "ceilings": [[32, 31, null, 7.5], '
-    '[64, 63, 5000, 0.0]], "recent": [[48, 1], [48, 1]], "memory": [[16, [260, 260], 2], [24, '
-    '[340], 3]], "time": [[16, 0.26], [24, 0.34]]}]}'
+    '[64, 63, 5000, 0.0]], "recent": [[48, 1], [48, 1]], "memory": [[16, 1, [260, 260], 2], [24, '
+    '1, [340], 3]], "time": [[16, 0.26], [24, 0.34]]}]}'
 )
 FIELDS = json.loads(SAVED)["tracks"][0].keys()
 MALFORMED = [
@@ -248,17 +255,18 @@ MALFORMED = [
     ("recent", [[0, 2]]),
     ("recent", []),
     ("recent", [[2**62, 1]]),
-    ("memory", [[16, [260], 2**62]]),
-    ("memory", [[1, 2, 3]]),
+    ("memory", [[16, 1, [260], 2**62]]),
+    ("memory", [[1, 2, 3, 4]]),
     *(
         ("memory", [row])
         for row in (
-            ["x", [1], 1],
-            [0, [1], 1],
-            [3, [], 1],
-            [3, [1], None],
-            [3, [-1], 1],
-            [3, ["a"], 1],
+            ["x", 1, [1], 1],
+            [0, 1, [1], 1],
+            [3, 1, [], 1],
+            [3, 0, [1], 1],
+            [3, 1, [1], None],
+            [3, 1, [-1], 1],
+            [3, 1, ["a"], 1],
         )
     ),
     ("time", 3),
@@ -328,9 +336,9 @@ def changed(name: str, *value: object) -> dict[str, object]:
         ({}, "version None"),
         ({"version": 99, "tracks": []}, "version 99"),
         ([], r"version \[\]"),
-        ({"version": 3}, "'tracks'"),
-        ({"version": 3, "tracks": [3]}, "malformed"),
-        ({"version": 3, "tracks": [{}]}, "'name'"),
+        ({"version": 4}, "'tracks'"),
+        ({"version": 4, "tracks": [3]}, "malformed"),
+        ({"version": 4, "tracks": [{}]}, "'name'"),
         *((changed(name), f"'{name}'") for name in FIELDS),
         *((changed(name, value), "malformed") for name, value in MALFORMED),
     ],
@@ -357,7 +365,7 @@ def test_a_saved_state_loads_and_is_written_as_it_was() -> None:
 def test_a_saved_state_of_huge_sizes_ends_no_call(seconds: float) -> None:
     driver = Driver()
     state = changed("time", [[2**62, seconds], [2**61, seconds]])
-    state["tracks"][0]["memory"] = [[2**62, [2**62], 1]]  # type: ignore[index]  # it is a list
+    state["tracks"][0]["memory"] = [[2**62, 1, [2**62], 1]]  # type: ignore[index]  # it is a list
     driver.controller.load_state_dict(state)
     for _ in range(6):
         driver.clean(48)

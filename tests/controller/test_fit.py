@@ -20,7 +20,7 @@ def convex(pieces: list[tuple[int, int]], x: int) -> int:
 def fitted(pieces: list[tuple[int, int]], sizes: list[int]) -> MemoryFit:
     fit = MemoryFit()
     for x in sizes:
-        fit.add(x, convex(pieces, x))
+        fit.add(x, convex(pieces, x), elements=1)
     return fit
 
 
@@ -33,9 +33,9 @@ def test_predictions_between_measurements_never_fall_below_a_convex_peak(
 ) -> None:
     fit = fitted(pieces, sizes)
     for x in range(min(sizes), max(sizes) + 1):
-        assert there(fit.predict(x)) >= convex(pieces, x) - 1e-6 * convex(pieces, x)
+        assert there(fit.at(1).predict(x)) >= convex(pieces, x) - 1e-6 * convex(pieces, x)
     for x in sizes:
-        assert fit.predict(x) == convex(pieces, x)
+        assert fit.at(1).predict(x) == convex(pieces, x)
 
 
 @settings(deadline=None, max_examples=100)
@@ -44,8 +44,8 @@ def test_a_line_is_extrapolated_exactly_to_the_double_and_no_further(
     line: tuple[int, int], last: int
 ) -> None:
     fit = fitted([line], [last // 2, last])
-    assert fit.predict(2 * last) == pytest.approx(convex([line], 2 * last))
-    assert fit.predict(2 * last + 1) is None
+    assert fit.at(1).predict(2 * last) == pytest.approx(convex([line], 2 * last))
+    assert fit.at(1).predict(2 * last + 1) is None
 
 
 @settings(deadline=None, max_examples=200)
@@ -55,9 +55,11 @@ def test_predictions_never_fall_with_the_size_whatever_was_measured(
 ) -> None:
     fit = MemoryFit()
     for x, peak in readings:
-        fit.add(x, peak)
+        fit.add(x, peak, elements=1)
     known = [
-        p for p in (fit.predict(x) for x in range(1, 2 * fit.largest_observed + 1)) if p is not None
+        p
+        for p in (fit.at(1).predict(x) for x in range(1, 2 * fit.at(1).largest_observed + 1))
+        if p is not None
     ]
     assert known == sorted(known)
 
@@ -73,62 +75,62 @@ def test_largest_is_the_largest_size_predicted_to_fit(
 ) -> None:
     fit = MemoryFit()
     for x, peak in readings:
-        fit.add(x, peak)
-    fitting = [x for x in range(1, limit + 1) if fit.fits(x, budget)]
-    assert fit.largest(budget, limit) == max(fitting, default=0)
+        fit.add(x, peak, elements=1)
+    fitting = [x for x in range(1, limit + 1) if fit.at(1).fits(x, budget)]
+    assert fit.at(1).largest(budget, limit) == max(fitting, default=0)
 
 
 def test_one_size_gives_an_upper_bound_below_it_and_no_slope_above_it() -> None:
     assert (
-        MemoryFit().predict(1),
-        MemoryFit().largest(10**9, 100),
-        MemoryFit().slope,
+        MemoryFit().at(1).predict(1),
+        MemoryFit().at(1).largest(10**9, 100),
+        MemoryFit().at(1).slope,
         TimeFit().gain(1, 2),
     ) == (None, 0, None, None)
     fit = fitted([(100, 10)], [8])
-    assert fit.predict(3) == fit.predict(8) == 180
-    assert fit.predict(9) is None
+    assert fit.at(1).predict(3) == fit.at(1).predict(8) == 180
+    assert fit.at(1).predict(9) is None
 
 
 def test_the_slope_is_the_steepest_of_sizes_far_enough_apart() -> None:
     bent = [(1000, 1), (0, 30)]
     fit = fitted(bent, [2, 8, 64, 128])
-    assert fit.slope == pytest.approx(30)
-    assert fit.predict(256) == pytest.approx(convex(bent, 256))
-    assert fitted([(100, 10)], [63, 64]).slope is None
-    assert fitted([(100, 10)], [60, 64]).slope == pytest.approx(10)
+    assert fit.at(1).slope == pytest.approx(30)
+    assert fit.at(1).predict(256) == pytest.approx(convex(bent, 256))
+    assert fitted([(100, 10)], [63, 64]).at(1).slope is None
+    assert fitted([(100, 10)], [60, 64]).at(1).slope == pytest.approx(10)
 
 
 def test_the_highest_of_the_latest_readings_counts() -> None:
     fit = MemoryFit()
     for peak in (100, 90, 95):
-        fit.add(4, peak)
-    assert fit.predict(4) == 100
-    fit.add(4, 92)
-    assert fit.predict(4) == 95
+        fit.add(4, peak, elements=1)
+    assert fit.at(1).predict(4) == 100
+    fit.add(4, 92, elements=1)
+    assert fit.at(1).predict(4) == 95
 
 
 def test_optimizer_state_moves_the_peaks_measured_before_it() -> None:
     line = [(1000, 50)]
     fit = fitted(line, [8, 16, 32])
-    fit.add(32, convex(line, 32) + 5000)
-    assert fit.slope == pytest.approx(50)
-    assert fit.predict(8) == convex(line, 8) + 5000
-    assert fit.predict(64) == convex(line, 64) + 5000
+    fit.add(32, convex(line, 32) + 5000, elements=1)
+    assert fit.at(1).slope == pytest.approx(50)
+    assert fit.at(1).predict(8) == convex(line, 8) + 5000
+    assert fit.at(1).predict(64) == convex(line, 64) + 5000
     fit = fitted(line, [8, 32])
-    fit.add(8, 1400)
-    fit.add(32, 2700)
-    assert fit.predict(8) == 1400
+    fit.add(8, 1400, elements=1)
+    fit.add(32, 2700, elements=1)
+    assert fit.at(1).predict(8) == 1400
 
 
 def test_a_newer_reading_replaces_what_it_contradicts() -> None:
     fit = fitted([(0, 10)], [4, 8, 16])
-    fit.add(12, 70)
-    assert fit.predict(8) == pytest.approx(40 + (70 - 40) * 4 / 8), (
+    fit.add(12, 70, elements=1)
+    assert fit.at(1).predict(8) == pytest.approx(40 + (70 - 40) * 4 / 8), (
         "less memory for 12 than for 8: the older reading of 8 is gone"
     )
-    fit.add(2, 500)
-    assert fit.largest_observed == 2
+    fit.add(2, 500, elements=1)
+    assert fit.at(1).largest_observed == 2
 
 
 @settings(deadline=None, max_examples=30)
@@ -138,13 +140,13 @@ def test_memory_of_the_fits_is_bounded_and_keeps_the_ends(seed: int) -> None:
     fit, time, line = MemoryFit(), TimeFit(), [(500, 7)]
     sizes = [rng.randint(1, 5000) for _ in range(200)]
     for x in sizes:
-        fit.add(x, convex(line, x))
+        fit.add(x, convex(line, x), elements=1)
         time.add(x, 0.5 + 0.25 * x)
     assert len(fit.state()) <= KNOTS
     assert len(time.state()) <= 2 * KNOTS
     assert time.coefficients() == pytest.approx((0.25, 0.5))
-    assert fit.largest_observed == max(sizes)
-    assert fit.predict(max(sizes) * 2) == pytest.approx(convex(line, max(sizes) * 2))
+    assert fit.at(1).largest_observed == max(sizes)
+    assert fit.at(1).predict(max(sizes) * 2) == pytest.approx(convex(line, max(sizes) * 2))
 
 
 @settings(deadline=None, max_examples=100)
@@ -153,26 +155,26 @@ def test_below_the_smallest_size_the_line_goes_on_down_to_the_bytes_held(
     line: tuple[int, int], size: int, held: int
 ) -> None:
     one, two = fitted([line], [size]), fitted([line], [size, 2 * size])
-    assert one.predict(1) == convex([line], size), (
+    assert one.at(1).predict(1) == convex([line], size), (
         "an upper bound, as long as nothing else is known"
     )
-    assert two.predict(1) == pytest.approx(convex([line], 1))
+    assert two.at(1).predict(1) == pytest.approx(convex([line], 1))
     one.hold(line[0])
-    assert one.predict(1) == pytest.approx(convex([line], 1))
+    assert one.at(1).predict(1) == pytest.approx(convex([line], 1))
     two.hold(convex([line], 1) + held)
-    assert there(two.predict(1)) >= min(convex([line], 1) + held, convex([line], size))
+    assert there(two.at(1).predict(1)) >= min(convex([line], 1) + held, convex([line], size))
 
 
 def test_a_prediction_is_trusted_as_far_as_earlier_ones_were_right() -> None:
     fit = fitted([(0, 100)], [4, 8])
-    assert [fit.fits(x, 1000) for x in (8, 9, 10)] == [True, True, False], (
+    assert [fit.at(1).fits(x, 1000) for x in (8, 9, 10)] == [True, True, False], (
         "one twentieth stays free as long as nothing was compared"
     )
-    fit.add(12, 1200)
-    assert fit.fits(16, 1600)
-    fit.add(20, 2200)  # 2000 were predicted
-    assert [fit.fits(x, 2640) for x in (20, 21, 22)] == [True, True, False]
-    assert fit.fits(20, 2200), "what was measured is certain"
+    fit.add(12, 1200, elements=1)
+    assert fit.at(1).fits(16, 1600)
+    fit.add(20, 2200, elements=1)  # 2000 were predicted
+    assert [fit.at(1).fits(x, 2640) for x in (20, 21, 22)] == [True, True, False]
+    assert fit.at(1).fits(20, 2200), "what was measured is certain"
 
 
 def test_a_size_that_seemed_slow_on_a_busy_device_does_not_stay_so() -> None:
@@ -244,14 +246,14 @@ def test_time_coefficients_are_never_negative() -> None:
 def test_peaks_move_with_the_bytes_held_from_the_first_figure_on() -> None:
     fit = MemoryFit()
     fit.hold(1000)
-    fit.add(8, 1800)
+    fit.add(8, 1800, elements=1)
     fit.hold(3000)
-    fit.add(16, 4600)
-    assert fit.predict(8) == 3800
-    assert fit.slope == 100
+    fit.add(16, 4600, elements=1)
+    assert fit.at(1).predict(8) == 3800
+    assert fit.at(1).slope == 100
     fit.hold(500)
-    assert fit.predict(16) == 2100
+    assert fit.at(1).predict(16) == 2100
     # a fit that was saved and loaded does not know the bytes held at its measurements
     loaded = fitted([(1000, 100)], [8])
     loaded.hold(10_000)
-    assert loaded.predict(8) == 1800
+    assert loaded.at(1).predict(8) == 1800

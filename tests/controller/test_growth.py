@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from elastic_mbs.controller.controller import CallOutcome, Capacity, Key, Move
+from elastic_mbs.controller.controller import CallOutcome, Capacity, Extent, Key, Move
 from elastic_mbs.controller.growth import Margin
 from elastic_mbs.controller.track import Track
 from tests.helpers.controller_driver import KEY, Driver
@@ -24,7 +24,7 @@ def test_growth_needs_a_reading_and_one_newer_than_the_last_move() -> None:
     assert driver.clean() == Move(8, 16, "grow")
     stale = Capacity(10_000, driver.now)
     for _ in range(20):
-        driver.controller.begin(KEY, 64, 1)
+        driver.controller.begin(KEY, Extent(64, 1, 64))
         driver.now += 1
         assert driver.controller.end(KEY, CallOutcome(64, 1, 4, 300, 1.0, None, 0), stale) is None
     assert driver.clean() == Move(16, 32, "grow")
@@ -145,7 +145,7 @@ def test_a_failed_growth_goes_back_unless_a_second_failure_follows() -> None:
     assert driver.size() == 5
     driver = Driver(12)
     driver.until_move()
-    driver.controller.begin(KEY, 64, 1)
+    driver.controller.begin(KEY, Extent(64, 1, 64))
     driver.controller.out_of_memory(KEY, 22, driver.reading())
     driver.controller.abandon(KEY)
     assert driver.size() == 12
@@ -209,18 +209,20 @@ def test_a_newer_reading_is_wanted_while_only_that_is_missing() -> None:
     wanted = []
     for _ in range(6):
         driver.clean()
-        wanted.append(driver.controller.begin(KEY, 64, 1).wants_reading)
+        wanted.append(driver.controller.begin(KEY, Extent(64, 1, 64)).wants_reading)
     assert wanted == [False] * 3 + [True] * 3
     whole = Driver()
     for _ in range(6):
         whole.clean()
-        assert not whole.controller.begin(KEY, 64, 1).wants_reading, "there is nothing to grow to"
+        assert not whole.controller.begin(KEY, Extent(64, 1, 64)).wants_reading, (
+            "there is nothing to grow to"
+        )
 
 
 def test_a_failure_without_a_reading_is_explained_by_the_next_one() -> None:
     driver = Driver(16)
     driver.clean(16)
-    decision = driver.controller.begin(KEY, 16, 1)
+    decision = driver.controller.begin(KEY, Extent(16, 1, 16))
     driver.controller.out_of_memory(KEY, 16, None)
     driver.capacity = 200
     driver.finish(decision, 16, 1, KEY, size=8, ooms=1)

@@ -40,25 +40,25 @@ def test_the_envelope_has_the_highest_line_of_every_size_and_no_other(
 @given(sizes, st.sampled_from([0.5, 0.9, 1.0, 1.3, 4.0]))
 def test_one_measurement_corrects_every_size(measured: int, factor: float) -> None:
     model = model_of([Line(100, 0, 10), Line(100, 0, 7)])
-    model.add(measured, round(1100 + factor * 10 * measured))
+    model.add(measured, round(1100 + factor * 10 * measured), elements=1)
     assert model.kappa == pytest.approx(factor)
     assert there(model.predict(3 * measured)) == pytest.approx(1100 + factor * 30 * measured)
 
 
 def test_a_peak_without_activations_changes_nothing() -> None:
     model = model_of([STEEP], step=5000)
-    model.add(10, 6000)  # as high as the optimizer's step
-    model.add(10, 900)  # less than what is held
+    model.add(10, 6000, elements=1)  # as high as the optimizer's step
+    model.add(10, 900, elements=1)  # less than what is held
     assert (model.kappa, model.largest_observed) == (1.0, 0)
-    model.add(1000, 13_000)
+    model.add(1000, 13_000, elements=1)
     assert model.kappa > 1
 
 
 def test_measurements_that_disagree_widen_what_is_kept_free() -> None:
     model = model_of([Line(0, 0, 10)])
-    model.add(100, 2000)
+    model.add(100, 2000, elements=1)
     assert (model.spread, model.largest(3000 * (1 + UNCHECKED), 10**6)) == (UNCHECKED, 200)
-    model.add(200, 3600)
+    model.add(200, 3600, elements=1)
     assert model.kappa == pytest.approx(3600 / 3000)
     # at 100 elements 2200 are predicted, and 2000 were measured
     assert model.spread == pytest.approx(200 / 2000)
@@ -71,7 +71,7 @@ def test_a_call_that_makes_the_gradients_has_lines_of_its_own() -> None:
     assert model.predict(10) == 1000 + 100 + 910
     assert model.predict(10, first=True) == 1000 + 90 + 910
     assert model.predict(1000, first=True) == 1000 + 10_050
-    model.add(1000, 1000 + 2 * 10_050, first=True)
+    model.add(1000, 1000 + 2 * 10_050, first=True, elements=1)
     assert model.kappa == 2
 
 
@@ -79,7 +79,7 @@ def test_optimizer_state_is_expected_before_it_is_there() -> None:
     model = model_of([STEEP])
     model.hold(400)  # 600 of state are yet to come
     assert model.predict(10) == 1000 + 250
-    model.add(10, 400 + 250)
+    model.add(10, 400 + 250, elements=1)
     assert model.kappa == 1
     model.hold(3000)
     assert model.predict(10) == 3000 + 250
@@ -109,7 +109,7 @@ def test_what_is_known_survives_being_saved(
 ) -> None:
     model = model_of(found, step=20, reach=reach)
     for x, peak in readings:
-        model.add(x, peak)
+        model.add(x, peak, elements=1)
     other = PeakModel.restored(json.loads(json.dumps(model.state())))
     assert [other.predict(x) for x in (1, 10, 1000)] == [model.predict(x) for x in (1, 10, 1000)]
     assert (other.spread, other.largest_observed) == (model.spread, model.largest_observed)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, Policy, StepResult
-from elastic_mbs.controller.controller import CallOutcome, Controller, Key
+from elastic_mbs.controller.controller import CallOutcome, Controller, Extent, Key
 from elastic_mbs.memory import Reading, Usage, oom
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.planned import mlp
@@ -154,7 +154,7 @@ def test_fragmentation_stays_within_the_bounds_that_a_cache_leaves(
         Key("loss", "train", 1),
     )
     for least, most in ((known, known), (usage.least_fragmentation, usage.fragmentation)):
-        controller.begin(key, 16, 1)
+        controller.begin(key, Extent(16, 1, 16))
         controller.end(key, CallOutcome(16, 1, 2, None, most, None, 0, 0, least), None)
     saved: Any = controller.state_dict()
     assert saved["tracks"][0]["fragmentation"] == pytest.approx(after)

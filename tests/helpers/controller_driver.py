@@ -9,6 +9,7 @@ from elastic_mbs.controller.controller import (
     Capacity,
     Controller,
     Decision,
+    Extent,
     Key,
     Move,
     Policy,
@@ -79,7 +80,7 @@ class Driver:
     def clean(
         self, samples: int = 64, elements: int = 1, *, retries: int = 0, key: Key = KEY
     ) -> Move | None:
-        decision = self.controller.begin(key, samples, elements)
+        decision = self.controller.begin(key, Extent(samples, elements, samples))
         return self.finish(
             decision,
             samples,
@@ -94,7 +95,7 @@ class Driver:
         self, attempted: int, *more: int, samples: int = 64, elements: int = 1
     ) -> tuple[list[int | None], Move | None]:
         """Make a call in which pieces of these lengths fail, one after the other."""
-        decision = self.controller.begin(KEY, samples, elements)
+        decision = self.controller.begin(KEY, Extent(samples, elements, samples))
         sizes = [self.controller.out_of_memory(KEY, n, self.reading()) for n in (attempted, *more)]
         last = sizes[-1]
         return sizes, self.finish(decision, samples, elements, KEY, size=last or 1, ooms=len(sizes))

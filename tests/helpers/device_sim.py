@@ -9,6 +9,7 @@ from elastic_mbs.controller.controller import (
     CallOutcome,
     Capacity,
     Controller,
+    Extent,
     Key,
     Move,
     Policy,
@@ -56,7 +57,9 @@ class Job:
     """One process on the device: `call` runs a batch, `history` has all calls so far."""
 
     device: Device
-    need: Callable[[int], int]
+    need: Callable[[int], int]  # bytes by the elements of a piece
+    # Bytes by the elements of a piece and of a sample, in place of `need`.
+    need_at: Callable[[int, int], int] | None = None
     start: int | None = None
     policy: Policy = field(default_factory=Policy)
     seed: int = 0
@@ -120,7 +123,7 @@ class Job:
         key = Key(name, "train", shape_class(elements))
         began = self.device.clock.now
         lost_before = self.lost
-        decision = self.controller.begin(key, samples, elements)
+        decision = self.controller.begin(key, Extent(samples, elements, samples), self.reading())
         size = decision.size
         waiting = list(self._cut(0, samples, size))
         done: list[tuple[int, int]] = []
@@ -132,7 +135,8 @@ class Job:
             length = last - first
             seconds = self.per_piece + self.per_sample * length
             self.device.clock.now += seconds
-            if self.need(length * elements) > self.device.capacity(self):
+            need = self._need(length, elements)
+            if need > self.device.capacity(self):
                 failures += 1
                 smaller = self._fail(key, length, seconds)
                 if smaller is None and waited < self.wait:
@@ -146,7 +150,7 @@ class Job:
                 size = smaller
                 waiting = list(self._cut(first, samples, size))
                 continue
-            peak = max(peak, self.need(length * elements))
+            peak = max(peak, need)
             self.reserved = max(self.reserved, peak)
             done.append((first, last))
             if stop_after == len(done):
@@ -170,6 +174,10 @@ class Job:
         if failures:
             self.ask_for_reading()
         return self._ran(began, decision.size, done, failures, move, floor=False)
+
+    def _need(self, samples: int, elements: int) -> int:
+        size = samples * elements
+        return self.need(size) if self.need_at is None else self.need_at(size, elements)
 
     def _check(self, size: int, samples: int) -> None:
         limits = self.policy.limits

@@ -56,7 +56,7 @@ def test_one_measured_peak_predicts_sizes_up_to_16_times_as_large(
         real = real_peaks(
             budget, subject, [calibrated * k for k in (1, 2, 3, 5, 8, 12, 16)], emptied=emptied
         )
-    planned.add(calibrated * elements, real.pop(calibrated), first=emptied)
+    planned.add(calibrated * elements, real.pop(calibrated), elements=elements, first=emptied)
     predicted = {size: there(planned.predict(size * elements, first=emptied)) for size in real}
     errors = {size: predicted[size] / peak - 1 for size, peak in real.items()}
     mean = sum(real.values()) / len(real)

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, MemoryBudget
-from elastic_mbs.controller.controller import CallOutcome, Capacity, Controller, Key, Policy
+from elastic_mbs.controller.controller import (
+    CallOutcome,
+    Capacity,
+    Controller,
+    Extent,
+    Key,
+    Policy,
+)
 from elastic_mbs.controller.memory_model import UNCHECKED
 from elastic_mbs.controller.peak import Line, PeakModel
 from stress.flat_options import grouped
@@ -153,7 +160,7 @@ def test_full_speed_is_back_in_one_move_where_the_peak_is_planned() -> None:
     control.planned(KEY, 64, 8, planned_peak(), 4)
     sizes = []
     for at in range(1, 4):
-        plan = control.begin(KEY, 64, 8)
+        plan = control.begin(KEY, Extent(64, 8, 64))
         outcome = CallOutcome(64, 8, 64 // plan.size, 1100 + 80 * plan.size, 1.0, None, 0)
         move = control.end(KEY, outcome, Capacity(10**6, 10.0 * at + 100))
         sizes.append(move.after if move else None)
@@ -163,13 +170,13 @@ def test_full_speed_is_back_in_one_move_where_the_peak_is_planned() -> None:
 def test_a_plan_in_the_middle_of_a_run_counts_more_than_the_failures_before_it() -> None:
     control = controller()
     for at in range(12):
-        control.begin(KEY, 64, 8)
+        control.begin(KEY, Extent(64, 8, 64))
         for attempted in (64, 32, 16):
             control.out_of_memory(KEY, attempted, Capacity(10**4, float(at)))
         control.end(KEY, CallOutcome(64, 8, 8, None, 1.0, None, 0, ooms=3), None)
-    assert control.begin(KEY, 64, 8).size <= 8
+    assert control.begin(KEY, Extent(64, 8, 64)).size <= 8
     control.planned(KEY, 64, 8, planned_peak(), 64)
-    assert control.begin(KEY, 64, 8).size == 64
+    assert control.begin(KEY, Extent(64, 8, 64)).size == 64
     assert control.out_of_memory(KEY, 64, Capacity(10**4, 100.0)) == 32
     control.end(KEY, CallOutcome(64, 8, 2, None, 1.0, None, 0, ooms=1), None)
 
@@ -183,9 +190,9 @@ def test_a_planned_size_is_aligned_and_a_batch_that_fits_is_not_split(
 ) -> None:
     control = controller(align=align)
     control.planned(KEY, samples, 8, planned_peak(), size)
-    assert -(-samples // control.begin(KEY, samples, 8).size) == pieces
+    assert -(-samples // control.begin(KEY, Extent(samples, 8, samples)).size) == pieces
     # A batch of another shape before any call gets no more elements at once.
-    other = control.begin(KEY._replace(shape=4), samples, 16)
+    other = control.begin(KEY._replace(shape=4), Extent(samples, 16, samples))
     assert other.size <= max(size, align)
 
 
