@@ -200,7 +200,9 @@ class DistributedOptions(_Group):
             what one of them does alone: an evaluation, a checkpoint, replays.
         overlap: sum gradients while the last piece's backward still runs, which takes one more copy
             of them; for DDP.
-        mode: "local" gathers a model of `fully_shard` once a call. "lockstep" is not built.
+        mode: "local" gathers a model of `fully_shard` once a call. "lockstep" gathers each layer
+            when it runs, for models that do not fit whole, and starts over on all ranks where one
+            runs out: experimental, with torch 2.13 and newer.
     """
 
     timeout: float = 600.0

@@ -50,6 +50,7 @@ class Place(IntEnum):
     ERROR = 5
     SUM = 6
     WHOLE = 7
+    PIECE = 8
 
 
 _WORDS = {
@@ -60,6 +61,7 @@ _WORDS = {
     Place.ERROR: "where they exchange errors",
     Place.SUM: "while gradients are summed",
     Place.WHOLE: "where parameters are gathered, for a batch or an evaluation",
+    Place.PIECE: "in a piece of a batch, in lock-step",
 }
 
 

@@ -34,12 +34,14 @@ def peers_of(model: TrainedModel, settings: Settings) -> Peers:
     retry = partial(oom.retry, devices=devices, is_oom=is_oom)
     hooks: Hooks = ()
     if "torch.distributed.fsdp" in sys.modules:  # its import takes half a second
+        from elastic_mbs.distributed.lockstep import LockStep
         from elastic_mbs.distributed.shards import Shards
         from elastic_mbs.distributed.units import OnlyGiven, units_in
 
         units = units_in(model.roots)
         if units:
-            return Shards(units, model, settings, retry)
+            in_step = settings.distributed.mode == "lockstep"
+            return (LockStep if in_step else Shards)(units, model, settings, retry)
         hooks = (OnlyGiven(model, _RUN_BEFORE),)
     wrappers = wrappers_in(model.roots)
     if not wrappers:

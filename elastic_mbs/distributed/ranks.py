@@ -52,14 +52,17 @@ class Ranks:
 
     Attributes:
         alone: False: a rank may have no batch.
+        in_step: pieces make collectives; see `Peers`.
         hooks: in place while a step function runs.
         about: what a run log says of this rank.
         speeds: of each rank, in samples per second; see `Peers`.
     """
 
     alone = False
+    in_step = False
     hooks: tuple[AbstractContextManager[object], ...]
     _wrapper: str  # the wrapper that a module with its leaves in it has, in words
+    _adds_up = False  # pieces are weighed among all ranks in every call
 
     def __init__(
         self, group: dist.ProcessGroup, model: TrainedModel, settings: Settings, retry: Retry
@@ -161,7 +164,7 @@ class Ranks:
     def share(self, counts: Counts) -> Counts:
         """Return the counts, as a part of all ranks' for a sum and for losses with names."""
         self._names = counts.names or ()
-        self._named = self._sums or bool(self._names)
+        self._named = self._sums or self._adds_up or bool(self._names)
         totals = counts.totals()
         if not self._named:
             self._counts = totals[0]
@@ -216,6 +219,16 @@ class Ranks:
         like = losses[0] if typed else self._losses[0]
         totals = [torch.empty_like(like) for _ in range(1 + len(self._names))]
         return losses, totals, list(map(float, losses)) if self._on_host else []
+
+    def before_piece(self) -> None:
+        """Do nothing: pieces make no collective; see `Peers`."""
+
+    def after_backward(self, *, last: bool) -> None:
+        """Do nothing; see `Peers`."""
+
+    def undo(self) -> bool:
+        """Return that this rank itself has run out of memory; see `Peers`."""
+        return True
 
     def _note_work(self, result: StepResult) -> None:
         """Note what this rank has done by itself, and how long it took."""

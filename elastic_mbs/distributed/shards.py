@@ -50,8 +50,8 @@ from elastic_mbs.options import Settings
 
 _WAYS_OUT = (
     "Ways out: free what others hold; MixedPrecisionPolicy(param_dtype=torch.bfloat16), which "
-    "takes half of it; freeze parameters (LoRA), which then have no gradients. Lock-step mode, "
-    "which gathers each layer when it runs, is not built"
+    "takes half of it; freeze parameters (LoRA), which then have no gradients; "
+    "DistributedOptions(mode='lockstep'), experimental, which gathers each layer when it runs"
 )
 _GIVE = "give it, too, frozen if it is not trained, ElasticMBS([model, other])"
 
@@ -342,12 +342,6 @@ def _same(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> 
 
 
 def _check_options(settings: Settings) -> None:
-    if settings.distributed.mode == "lockstep":
-        raise UnsupportedError(
-            "mode='lockstep', which gathers each layer when it runs, is not built: mode='local' "
-            "gathers the whole model once a call, and refuses one that does not fit, with the "
-            "numbers"
-        )
     if settings.gradients.verify == "error":
         raise UnsupportedError(
             "verify='error' would raise on one rank, when all ranks have the gradient in their "

@@ -191,8 +191,58 @@ def begin_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGro
     return work
 
 
-def begin_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> Work:
+def begin_scatter(
+    part: torch.Tensor,
+    whole: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> Work:
     """Begin to put this rank's part of the sum of all `whole` in `part`."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: Work = scatter(part, whole, group=group, async_op=True)
+    work: Work = scatter(part, whole, op=op, group=group, async_op=True)
     return work
+
+
+# ---------------------------------------------------------------------- fully_shard in lock-step
+
+
+def collectives_of(unit: FSDPModule) -> list[type]:
+    """Return the kinds of the collectives that a unit makes."""
+    groups = _state_of(unit)._fsdp_param_groups
+    return [type(each) for g in groups for each in (g._all_gather_comm, g._reduce_scatter_comm)]
+
+
+def make_ready(root: FSDPModule) -> None:
+    """Do what the first forward of `fully_shard` does before all else. Can be repeated."""
+    _state_of(root)._lazy_init()
+
+
+def shards_and_wholes(unit: FSDPModule) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the parameters of a unit: the shard, and the whole once it was gathered."""
+    return [
+        (each.sharded_param, getattr(each, "_unsharded_param", None))
+        for group in _state_of(unit)._fsdp_param_groups
+        for each in group.fsdp_params
+    ]
+
+
+def drop_whole_gradients(unit: FSDPModule) -> None:
+    """Drop the gradients of whole parameters, which `reset_iter_state` leaves."""
+    for group in _state_of(unit)._fsdp_param_groups:
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+    for _, whole in shards_and_wholes(unit):
+        if whole is not None:
+            whole.grad = None
+
+
+def sums_unused(unit: FSDPModule) -> bool:
+    """Return whether a unit sums zeros for parameters without a gradient."""
+    return any(g.reduce_scatter_unused_params for g in _state_of(unit)._fsdp_param_groups)
+
+
+def add_no_gradient(unit: FSDPModule) -> None:
+    """Take part in the sums of a unit's gradients with zeros, as after a backward without any."""
+    for group in _state_of(unit)._fsdp_param_groups:
+        group.post_backward()
+        group.finalize_backward()

@@ -181,6 +181,7 @@ class Call:
         attempt = Attempt(piece)
         parts.report.watch.attempt()
         try:
+            parts.peers.before_piece()
             if snapshot.start is None:
                 snapshot.take()
             else:
@@ -239,6 +240,7 @@ class Call:
             gradients.run(attempt)
         else:
             parts.hooks.drop_graph(attempt.terms)  # no backward frees it
+        parts.peers.after_backward(last=not parts.progress.schedule)
         gradients.observe()
         self.phase = _COMMIT
 

@@ -159,11 +159,11 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     )
     edits = BatchEdits(view, profile)
     hooks = _hooks(resources, progress, snapshot, batch, profile)
-    full = _full(resources, gradients)
+    full, peers = _full(resources, gradients), resources.peers
     report = CallReport(resources, knowledge, profile, view, key, decision, full)
     return CallParts(
         resources=resources,
-        peers=resources.peers if batch.training else _ALONE,
+        peers=peers if batch.training or peers.in_step else _ALONE,
         knowledge=knowledge,
         profile=profile,
         batch=batch,

@@ -17,7 +17,7 @@ from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
 from elastic_mbs.engine.shared.peers import quiet
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import running_call
-from elastic_mbs.errors import NestedCallError
+from elastic_mbs.errors import NestedCallError, UnsupportedError
 from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.planning.plan import Budget, plan
 from elastic_mbs.planning.report import PlanReport
@@ -80,6 +80,11 @@ class Rehearsal:
         if running_call() is not None:
             raise NestedCallError(
                 f"{door}() was called inside a step function; call it beside the training loop"
+            )
+        if self._resources.peers.in_step:
+            raise UnsupportedError(
+                f"{door}() runs on one rank, and in lock-step mode every layer is gathered from "
+                "all of them: use DistributedOptions(mode='local'), or one process"
             )
         with self._resources.peers.beside():
             self._resources.refresh_model()

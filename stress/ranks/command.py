@@ -38,7 +38,7 @@ from ..options import seed as a_seed
 from .job import HUNG, OK, Outcome, run_ranks
 from .training import TOLERANCE, Counts
 
-KINDS = ("ddp", "fsdp2", "hsdp")
+KINDS = ("ddp", "fsdp2", "hsdp", "lockstep")
 OVERLAP = {"drawn": None, "on": True, "off": False}
 PER_ROUND = 100  # steps after which a round ends
 MOST_BAD = 5  # bad rounds after which the run ends: enough to look at

@@ -20,7 +20,7 @@ def run_round(
     Args:
         rank: the number of this rank.
         world: how many there are.
-        kind: "ddp", "fsdp2" or "hsdp".
+        kind: "ddp", "fsdp2", "hsdp" or "lockstep".
         seed: of models, batches, and where errors strike.
         steps: steps of the job.
         overlap: sums begin in the last backward; drawn for each model where it is None.
@@ -36,7 +36,8 @@ def run_round(
     def begin() -> Training:
         if kind == "ddp":
             return Replicas(rank, world, shared, counts, overlap)
-        return Shards(rank, world, shared, counts, replicated=kind == "hsdp")
+        kinds = {"replicated": kind == "hsdp", "in_step": kind == "lockstep"}
+        return Shards(rank, world, shared, counts, **kinds)
 
     made = 0
     with counting_early_sums(counts):

@@ -57,9 +57,11 @@ class Shards(Training):
         counts: Counts,
         *,
         replicated: bool = False,
+        in_step: bool = False,
     ) -> None:
         """Draw a model; `replicated` is HSDP."""
         self._replicated = replicated
+        self.distributed = "lockstep" if in_step else "local"
         super().__init__(rank, world, shared, counts)
 
     def wrap(self) -> nn.Module:

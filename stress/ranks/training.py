@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,7 @@ class Training(ABC):
     """
 
     called: nn.Module
+    distributed: Literal["local", "lockstep"] = "local"  # the mode
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Training(ABC):
         isolate = shared.random() < 0.2
         self.mbs = ElasticMBS(
             wrapped,
-            distributed=DistributedOptions(timeout=30, overlap=overlap),
+            distributed=DistributedOptions(timeout=30, overlap=overlap, mode=self.distributed),
             memory=MemoryOptions(wait_for_memory=0),
             recovery=RecoveryOptions(replay="isolate" if isolate else "auto"),
             # BatchNorm over two samples that are alike would magnify every rounding
@@ -170,6 +171,8 @@ class Training(ABC):
             sizes = [12] * self.world
         batches = [None if n is None else data(rank, number, n) for rank, n in enumerate(sizes)]
         both = [self.shared.random() < 0.5 for _ in sizes]
+        if self.distributed == "lockstep":  # all pieces run the same units
+            both = [both[0]] * self.world
         before = self.state()
         streams = torch.get_rng_state()
 

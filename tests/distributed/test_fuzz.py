@@ -27,7 +27,9 @@ def test_no_error_at_any_place_hangs_replicas_or_changes_a_gradient(seed: int) -
     assert counts.worst < TOLERANCE
 
 
-@pytest.mark.parametrize(("kind", "world", "steps"), [("fsdp2", 2, 60), ("hsdp", 4, 25)])
+@pytest.mark.parametrize(
+    ("kind", "world", "steps"), [("fsdp2", 2, 60), ("hsdp", 4, 25), ("lockstep", 2, 25)]
+)
 def test_no_error_at_any_place_hangs_shards_or_changes_a_gradient(
     kind: str, world: int, steps: int
 ) -> None:

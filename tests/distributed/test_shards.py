@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ from stress.ranks.shards import by_columns, full
 from tests.helpers.ddp import FailingBackward, failing, joined
 from tests.helpers.shards import Block, Net, alike, sharded, worst
 
-TIMEOUT = DistributedOptions(timeout=20)
 STEPS = 4
+Mode = Literal["local", "lockstep"]
 
 
 def square(out: Tensor) -> Tensor:
@@ -56,21 +56,22 @@ def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Tensor], batch: Any) -> St
     return mbs.last_result
 
 
-def train(rank: int, world: int, way: str, case: str) -> list[float]:
+def train(rank: int, world: int, way: str, case: str, mode: Mode = "local") -> list[float]:
     """Train on batches of unequal lengths; each step one rank fails, and one has no batch."""
     model, reference = (
         Net(tied=case == "tied", recurrent=case == "recurrent").double() for _ in "ab"
     )
     shard(model, case, world)
     errors = []
+    options = DistributedOptions(timeout=20, mode=mode)
 
     def loss_fn(x: Tensor) -> Tensor:
         return square(failing(model(x)))
 
-    with ElasticMBS(model, distributed=TIMEOUT) as mbs:
+    with ElasticMBS(model, distributed=options) as mbs:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         right = torch.optim.AdamW(reference.parameters(), lr=0.01)
-        decorated = elastic_step(model, distributed=TIMEOUT)(loss_fn)
+        decorated = elastic_step(model, distributed=options)(loss_fn)
         for step in range(STEPS):
             fail_on(rank, step, world)
             batches = [data(each, step) for each in range(world)]

@@ -23,6 +23,7 @@ from tests.helpers.ddp import caught, joined
 from tests.helpers.shards import Net, sharded, worst
 
 TIMEOUT = DistributedOptions(timeout=20)
+IN_STEP = DistributedOptions(timeout=20, mode="lockstep")
 SHORT = MemoryOptions(wait_for_memory=0)
 
 
@@ -202,7 +203,8 @@ def too_large(rank: int, world: int, way: str) -> list[str]:
     x = torch.randn(4, 128)
     with MemoryBudget("100GiB" if rank == 0 else "950KiB") as budget:
         budget.track(model, x)
-        with ElasticMBS(model, memory=SHORT, distributed=TIMEOUT) as mbs:
+        mode = IN_STEP if way == "lock-step" else TIMEOUT
+        with ElasticMBS(model, memory=SHORT, distributed=mode) as mbs:
 
             def call() -> None:
                 mbs.backward(lambda x: square(model(x)), x)
@@ -216,14 +218,14 @@ def test_a_model_that_does_not_fit_whole_is_refused_with_the_numbers() -> None:
     (other, others, after), (own, evaluation, then) = values(run_ranks(too_large, "whole"))
     assert own.startswith("MicroBatchFloorError: there is no room to hold the whole model")
     assert "258.0 KiB of parameters, 387.0 KiB of gradients" in own
-    assert "Lock-step mode, which gathers each layer when it runs, is not built" in own
+    assert "DistributedOptions(mode='lockstep'), experimental" in own
     assert other.startswith("PeerError: another rank could not finish")
     assert "258.0 KiB of parameters" in other
     assert evaluation == "no error" == others  # it needs no gradients
     assert after == then == "no error"  # and all may go on
 
 
-@pytest.mark.parametrize("way", ["half", "frozen"])
+@pytest.mark.parametrize("way", ["half", "frozen", "lock-step"])
 def test_what_the_refusal_advises_makes_it_fit(way: str) -> None:
     assert values(run_ranks(too_large, way)) == [["no error"] * 3] * 2
 

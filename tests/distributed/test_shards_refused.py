@@ -170,19 +170,16 @@ def use(rank: int, world: int) -> list[str]:
         caught(lambda: ElasticMBS(model, gradients=noise)),
         caught(lambda: ElasticMBS(model, gradients=checked)),
         caught(lambda: ElasticMBS(model, scaler=scaler)),
-        caught(lambda: ElasticMBS(model, distributed=DistributedOptions(mode="lockstep"))),
         caught(lambda: mbs.backward(loss_fn, data(rank, 0))),
     ]
 
 
 def test_options_and_losses_over_embeddings_are_refused_by_name() -> None:
-    embeddings, noise, checked, scaler, lock_step, after = values(run_ranks(use, world=1))[0]
+    embeddings, noise, checked, scaler, after = values(run_ranks(use, world=1))[0]
     assert embeddings.startswith("UnsupportedError: backward_embeddings compares the samples")
     assert noise.startswith("UnsupportedError: noise_scale= compares pieces")
     assert checked.startswith("UnsupportedError: verify='error' would raise on one rank")
     assert scaler.startswith("UnsupportedError: scaler= with fully_shard makes collectives")
-    assert lock_step.startswith("UnsupportedError: mode='lockstep', which gathers each layer when")
-    assert "is not built: mode='local' gathers the whole model once a call" in lock_step
     assert after == "no error"
 
 

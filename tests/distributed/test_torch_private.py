@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
+    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -164,3 +166,36 @@ def test_parts_are_gathered_in_order_and_sums_scattered() -> None:
     for rank, (gathered, sums) in enumerate(values(run_ranks(exchange))):
         assert gathered == [0.0, 0.0, 1.0, 1.0]
         assert sums == [2.0 * rank] * 2
+
+
+def taken_back(rank: int, world: int) -> list[object]:
+    """Gather a unit, sum gradients into it, and leave one whole gradient behind."""
+    unit = fully_shard(Half())
+    before = torch_private.shards_and_wholes(unit)
+    torch_private.make_ready(unit)
+    kinds = [kind.__name__ for kind in torch_private.collectives_of(unit)]
+    unused = torch_private.sums_unused(unit)
+    unit.set_reduce_scatter_unused_params(True)
+    changed = torch_private.sums_unused(unit)
+    unit.unshard()
+    unit.reshard()
+    pairs = torch_private.shards_and_wholes(unit)
+    torch_private.add_no_gradient(unit)
+    wholes = [whole for _, whole in pairs if whole is not None]
+    sums = [shard.grad for shard, _ in pairs]
+    for whole in wholes:
+        whole.grad = torch.zeros(whole.shape)
+    unit.reset_iter_state()
+    torch_private.drop_whole_gradients(unit)
+    left = [whole.grad is None for whole in wholes]
+    return [
+        *([whole for _, whole in before] == [None] * 2, len(wholes), kinds, unused, changed),
+        *([grad is not None and not grad.any() for grad in sums], left),
+    ]
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch is older")
+def test_a_unit_shows_what_lock_step_takes_back() -> None:
+    for found in values(run_ranks(taken_back)):
+        kinds = ["DefaultAllGather", "DefaultReduceScatter"]
+        assert found == [True, 2, kinds, False, True, [True] * 2, [True] * 2]

@@ -41,6 +41,7 @@ def recover(parts: CallParts, failure: Failure, now: Pass) -> tuple[Mode, bool]:
         RecoveryError: the call cannot go on.
     """
     resources, progress = parts.resources, parts.progress
+    own = parts.peers.undo()  # first of all: other ranks can wait for it
     parts.gradients.unsettle()
     parts.gradients.clear_backward()  # in a forward, too: a gradient penalty runs backward there
     progress.fail(failure.piece)
@@ -48,12 +49,16 @@ def recover(parts: CallParts, failure: Failure, now: Pass) -> tuple[Mode, bool]:
     parts.loader.stop()
     capacity = resources.capacity() if resources.monitor.renew() else None
     worth = progress.schedule.worth(failure.piece)
-    size = parts.knowledge.controller.out_of_memory(parts.key, worth, capacity)
+    size: int | None = progress.size
+    if own:
+        size = parts.knowledge.controller.out_of_memory(parts.key, worth, capacity)
     replay = choose_replay(facts_of(parts, failure, now))
     if replay.mode is Mode.REFUSED:
         raise ReplayUnsafeError(replay.reason)
     _roll_back(parts, failure, replay.mode)
-    if size is None:
+    if not own:
+        smaller = True
+    elif size is None:
         smaller = progress.schedule.halve(failure.piece)
     else:
         smaller = progress.schedule.can_split(failure.piece, size)
@@ -82,6 +87,7 @@ def facts_of(parts: CallParts, failure: Failure, now: Pass) -> Facts:
         synchronous=failure.verdict.synchronous,
         earlier_committed=committed and now.training,
         bound=now.bound,
+        in_step=parts.peers.in_step and now.training,
         isolated=parts.gradients.isolation is not None,
         commits=failure.commits,
         had_gradient=bool(parts.gradients.full),

@@ -44,6 +44,7 @@ class Facts:
         synchronous: the error belongs to the operation that raised it.
         earlier_committed: earlier pieces have committed gradients.
         bound: the pass must run the same pieces as the one before.
+        in_step: other ranks have run the same collectives, and start over.
         isolated: gradients were set aside for its backward.
         commits: how many commits it had made.
         had_gradient: a gradient was not empty when the call began.
@@ -60,6 +61,7 @@ class Facts:
     synchronous: bool
     earlier_committed: bool
     bound: bool
+    in_step: bool
     isolated: bool
     commits: int
     had_gradient: bool
@@ -105,6 +107,7 @@ _RULES: tuple[tuple[Callable[[Facts], object], Replay], ...] = (
         lambda facts: facts.bound,
         _step("smaller pieces would not be those whose embeddings the loss has seen"),
     ),
+    (lambda facts: facts.in_step, _step("all ranks start the batch over together")),
     (lambda facts: facts.before_backward, _PIECE),
     (
         lambda facts: not facts.synchronous,

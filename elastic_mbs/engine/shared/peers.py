@@ -43,6 +43,7 @@ class Peers(Protocol):
 
     Attributes:
         alone: there is no other rank, so a batch has to have samples.
+        in_step: pieces make collectives, so a failure on one rank is a failure on all of them.
         hooks: in place while a step function runs.
         about: what a run log says of this rank: "job", "rank" and "ranks"; empty for one process.
         speeds: samples per second of each rank in its last call, its own work alone, the same on
@@ -50,6 +51,7 @@ class Peers(Protocol):
     """
 
     alone: bool
+    in_step: bool
     about: Mapping[str, object]
     speeds: tuple[float, ...]
     hooks: tuple[AbstractContextManager[object], ...]
@@ -62,6 +64,10 @@ class Peers(Protocol):
         """Return the counts of this rank's batch, as a part of all ranks' where pieces need it."""
         ...
 
+    def before_piece(self) -> None:
+        """Prepare for an attempt, which can fail here."""
+        ...
+
     def before_backward(self, gradients: Gradients, *, last: bool) -> None:
         """Prepare for a backward of the call: the gradients are to be this call's alone.
 
@@ -69,6 +75,14 @@ class Peers(Protocol):
             gradients: of the call.
             last: no piece is to come after this one.
         """
+        ...
+
+    def after_backward(self, *, last: bool) -> None:
+        """End a backward, or a piece without one; the attempt can fail here."""
+        ...
+
+    def undo(self) -> bool:
+        """Undo a failed attempt; return whether this rank itself has run out of memory."""
         ...
 
     def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
@@ -109,6 +123,7 @@ class Alone:
     """The peers of a process that has none."""
 
     alone = True
+    in_step = False
     about: Mapping[str, object] = {}
     speeds: tuple[float, ...] = ()
 
@@ -122,8 +137,18 @@ class Alone:
         """Return the counts."""
         return counts
 
+    def before_piece(self) -> None:
+        """Do nothing."""
+
     def before_backward(self, gradients: Gradients, *, last: bool) -> None:
         """Do nothing."""
+
+    def after_backward(self, *, last: bool) -> None:
+        """Do nothing."""
+
+    def undo(self) -> bool:
+        """Return that it was this rank."""
+        return True
 
     def meet(self, gradients: Gradients, result: StepResult) -> StepResult:
         """Return the result."""
