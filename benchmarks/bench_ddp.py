@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Cost of a call in a job of many processes, against plain `DistributedDataParallel`.
+"""Cost of a call in a job of many processes, against plain DDP or plain `fully_shard`.
 
-    python benchmarks/bench_ddp.py [WORKLOAD …] [--ranks 2] [--pieces 1 4] [--json FILE]
+    python benchmarks/bench_ddp.py [WORKLOAD …] [--kind fsdp2] [--pieces 1 4] [--json FILE]
 
 All loops train copies of one model on the same batches, in the same processes and over the same
 process group. Each round runs a block of steps of every loop, in an order drawn for the round, so
 that neighbours on the machine hit all alike. The figure is the median of the rounds' ratios to
-plain DDP, with a bootstrap interval. A second plain DDP shows the method's own reading where
-nothing differs.
+the plain loop, with a bootstrap interval. A second plain loop shows the method's own reading where
+nothing differs. "one process" is the part of the cost that is there without other ranks: a call on
+the bare model beyond a loop by hand on it, as a part of the plain loop's step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -45,6 +47,7 @@ from elastic_mbs.cli.demo.gpt import GPT, GPTConfig
 
 WARM = 10  # steps of a loop before any is measured
 PLAIN = "plain"
+ALONE, BY_HAND = "one process", "by hand"
 
 
 def _mlp(samples: int) -> tuple[nn.Module, Tensor]:
@@ -89,9 +92,9 @@ class Result:
     Attributes:
         workload: its name.
         pieces: of a batch.
-        loop: the loop that was compared with plain DDP.
+        loop: the loop that was compared with the plain one.
         rounds: blocks of each loop.
-        plain: seconds of a step of plain DDP, median.
+        plain: seconds of a step of the plain loop, median.
         took: seconds of a step, median.
         wall: took / plain - 1, round by round.
         cpu: the same in processor time of one rank, its threads for gloo included.
@@ -107,6 +110,22 @@ class Result:
     cpu: Estimate
 
 
+def wrapped(model: nn.Module, kind: str) -> nn.Module:
+    """Return a copy of a model that all ranks train."""
+    model = copy.deepcopy(model)
+    if kind == "ddp":
+        return DDP(model)
+    from torch.distributed.fsdp import fully_shard  # its import takes half a second
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
+    for layer in next(lists, model).children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
 class _Loop:
     """A way to train, on its own copy of the model.
 
@@ -115,27 +134,26 @@ class _Loop:
         close: ends its runtime.
     """
 
-    def __init__(self, name: str, model: nn.Module, batch: Tensor, pieces: int) -> None:
-        ddp = DDP(copy.deepcopy(model))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+    def __init__(self, name: str, model: nn.Module, batch: Tensor, pieces: int, kind: str) -> None:
+        alone = name in (ALONE, BY_HAND)
+        model = copy.deepcopy(model) if alone else wrapped(model, kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         self.step: Callable[[], object]
         self.close: Callable[[], object] = lambda: None
-        if name in (PLAIN, "control"):
-            self.step = lambda: _plain(ddp, optimizer, batch, pieces)
+        if name in (PLAIN, "control", BY_HAND):
+            self.step = lambda: _plain(model, optimizer, batch, pieces)
             return
-        size = -(-len(batch) // pieces)
-        overlap = name == "overlap"
         mbs = ElasticMBS(
-            ddp,
-            micro_batch_size=size,
+            model,
+            micro_batch_size=-(-len(batch) // pieces),
             policy=Policy(grow=False),
-            distributed=DistributedOptions(overlap=overlap),
+            distributed=DistributedOptions(overlap=name == "overlap"),
         )
         self.close = mbs.close
         guarded = name == "with optimizer_step"
 
         def step() -> None:
-            mbs.backward(lambda x: loss_of(ddp, x), batch)
+            mbs.backward(lambda x: loss_of(model, x), batch)
             if guarded:
                 mbs.optimizer_step(optimizer)
             else:
@@ -145,26 +163,35 @@ class _Loop:
         self.step = step
 
 
-def _plain(ddp: DDP, optimizer: torch.optim.Optimizer, batch: Tensor, pieces: int) -> None:
-    parts = batch.chunk(pieces)
-    for number, part in enumerate(parts, 1):
-        with ddp.no_sync() if number < pieces else nullcontext():
-            (loss_of(ddp, part) / pieces).backward()
+def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, pieces: int) -> None:
+    for number, part in enumerate(batch.chunk(pieces), 1):
+        with _syncing(model, last=number == pieces):
+            (loss_of(model, part) / pieces).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-LOOPS = (PLAIN, "control", "elastic", "overlap", "with optimizer_step")
+def _syncing(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+    """Return a block of a piece: gradients are summed over the ranks after the last one."""
+    if isinstance(model, DDP):
+        return nullcontext() if last else model.no_sync()
+    sync = getattr(model, "set_requires_gradient_sync", None)  # of a model without shards: none
+    if sync is not None:
+        sync(last)
+    return nullcontext()
 
 
-def calibrated(name: str, seconds: float, pieces: int) -> int:
-    """Return how many samples make a step of plain DDP that takes about `seconds`.
+LOOPS = (PLAIN, "control", "elastic", "overlap", "with optimizer_step", ALONE, BY_HAND)
+
+
+def calibrated(name: str, seconds: float, pieces: int, kind: str) -> int:
+    """Return how many samples make a step of the plain loop that takes about `seconds`.
 
     Seconds of the processor of rank 0, which others on the machine disturb less.
     """
     samples = pieces
     while True:
-        loop = _Loop(PLAIN, *MAKERS[name](samples), pieces)
+        loop = _Loop(PLAIN, *MAKERS[name](samples), pieces, kind)
         took = min(_block(loop, 2)[1] for _ in range(4))
         verdict = torch.tensor([float(took)])
         dist.broadcast(verdict, 0)
@@ -184,10 +211,12 @@ def _block(loop: _Loop, steps: int) -> tuple[float, float]:
 
 
 def compare(name: str, pieces: int, options: argparse.Namespace) -> list[Result]:
-    """Run all loops in turns; return the results of all but plain DDP."""
-    samples = calibrated(name, options.step_ms / 1e3, pieces)
+    """Run all loops in turns; return the results of all but the plain one."""
+    kind = options.kind
+    samples = calibrated(name, options.step_ms / 1e3, pieces, kind)
     model, batch = MAKERS[name](samples)
-    loops = {each: _Loop(each, model, batch, pieces) for each in LOOPS}
+    names = [each for each in LOOPS if kind == "ddp" or each != "overlap"]
+    loops = {each: _Loop(each, model, batch, pieces, kind) for each in names}
     for loop in loops.values():
         for _ in range(WARM):
             loop.step()
@@ -196,16 +225,18 @@ def compare(name: str, pieces: int, options: argparse.Namespace) -> list[Result]
     began = time.perf_counter()
     late = torch.zeros(1)
     while not late.item():
-        found.append(
-            {each: _block(loops[each], options.block) for each in rng.sample(LOOPS, len(LOOPS))}
-        )
+        order = rng.sample(names, len(names))
+        found.append({each: _block(loops[each], options.block) for each in order})
         late.fill_(float(time.perf_counter() - began > options.seconds))
         dist.broadcast(late, 0)
     for loop in loops.values():
         loop.close()
 
     def ratios(of: str, clock: int) -> Estimate:
-        return median_of([took[of][clock] / took[PLAIN][clock] - 1 for took in found])
+        less = BY_HAND if of == ALONE else PLAIN
+        return median_of(
+            [(took[of][clock] - took[less][clock]) / took[PLAIN][clock] for took in found]
+        )
 
     def median(of: str) -> float:
         return statistics.median(took[of][0] for took in found)
@@ -221,8 +252,8 @@ def compare(name: str, pieces: int, options: argparse.Namespace) -> list[Result]
             wall=ratios(each, 0),
             cpu=ratios(each, 1),
         )
-        for each in LOOPS
-        if each != PLAIN
+        for each in names
+        if each not in (PLAIN, BY_HAND)
     ]
 
 
@@ -258,7 +289,11 @@ def rank(number: int, port: int, options: argparse.Namespace) -> None:
                     print(line(result), flush=True)
     if number == 0 and options.json is not None:
         report: dict[str, Any] = {"environment": environment(torch.device("cpu"))}
-        report |= {"ranks": options.ranks, "ddp": [asdict(each) for each in results]}
+        report |= {
+            "kind": options.kind,
+            "ranks": options.ranks,
+            "ddp": [asdict(each) for each in results],
+        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     dist.barrier()
@@ -271,9 +306,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(MAKERS)}")
+    parser.add_argument("--kind", choices=("ddp", "fsdp2"), default="ddp", help="(default ddp)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--pieces", type=int, nargs="+", default=[1, 4], help="of a batch")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="of plain DDP, about")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="of the plain loop, about")
     parser.add_argument("--block", type=int, default=8, help="steps in a row of one loop")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each comparison")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")

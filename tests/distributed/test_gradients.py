@@ -58,17 +58,18 @@ def by_loop(mbs: ElasticMBS, loss_fn: Callable[[Any], Tensor], batch: Any) -> St
 def train(rank: int, world: int, way: str, flags: dict[str, Any], called: str) -> list[float]:
     """Train on batches of unequal lengths; each step one rank fails, and one has no batch."""
     model, reference = net(), net()
-    ddp = DDP(model, **flags)
-    module: nn.Module = {"ddp": ddp, "module": ddp.module}[called]
+    ddp = DDP(_compiled(model) if called == "compiled inside" else model, **flags)
+    given = _compiled(ddp) if called == "compiled" else ddp
+    module = ddp.module if called == "module" else given
     errors = []
 
     def loss_fn(x: Tensor) -> Tensor:
         return square(failing(module(x)))
 
-    with ElasticMBS(ddp, distributed=TIMEOUT) as mbs:
+    with ElasticMBS(given, distributed=TIMEOUT) as mbs:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         right = torch.optim.AdamW(reference.parameters(), lr=0.01)
-        decorated = elastic_step(ddp, distributed=TIMEOUT)(loss_fn)
+        decorated = elastic_step(given, distributed=TIMEOUT)(loss_fn)
         for step in range(STEPS):
             fail_on(rank, step, world)
             batches = [data(each, step) for each in range(world)]
@@ -86,6 +87,11 @@ def train(rank: int, world: int, way: str, flags: dict[str, Any], called: str) -
             optimizer.zero_grad()
             right.zero_grad()
     return errors
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    compiled: nn.Module = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+    return compiled
 
 
 @pytest.mark.parametrize("way", ["backward", "loop", "decorator"])
@@ -112,6 +118,12 @@ def test_no_option_of_ddp_changes_the_gradient(flags: dict[str, Any]) -> None:
 
 def test_the_module_inside_may_be_called_as_well() -> None:
     for errors in values(run_ranks(train, "backward", {}, "module", world=3)):
+        assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize("called", ["compiled", "compiled inside"])
+def test_a_compiled_model_may_have_its_wrapper_outside_or_inside(called: str) -> None:
+    for errors in values(run_ranks(train, "backward", {}, called)):
         assert max(errors) < 1e-12
 
 

@@ -1,6 +1,6 @@
 """A training script for torchrun that is hit by something once, and resumes when it starts again.
 
-torchrun --nproc-per-node 2 --max-restarts 2 -m tests.helpers.ddp_train FOLDER killed
+torchrun --nproc-per-node 2 --max-restarts 2 -m tests.helpers.ddp_train FOLDER killed [STEP]
 
 killed: rank 1 kills itself. cut: ranks wait until the file FOLDER/hit is there.
 """
@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,14 @@ def be_hit(rank: int, folder: Path, how: str) -> None:
             time.sleep(0.05)
 
 
-def main(folder: Path, how: str) -> None:
+def save(state: dict[str, Any], path: Path) -> None:
+    """Write a file that is whole whenever it is there."""
+    new = path.with_suffix(".new")
+    torch.save(state, new)
+    new.replace(path)
+
+
+def main(folder: Path, how: str, at: int = HIT) -> None:
     """Train from the last checkpoint on."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -68,19 +76,23 @@ def main(folder: Path, how: str) -> None:
         optimizer.load_state_dict(state["optimizer"])
         first, losses = state["step"], state["losses"]
     ddp = DDP(model)
+    own = folder / f"runtime{rank}"
     with ElasticMBS(ddp, distributed=DistributedOptions(timeout=TIMEOUT[how])) as mbs:
+        if own.exists():
+            mbs.load_state_dict(torch.load(own))
         for step in range(first, STEPS):
-            if step == HIT:
+            if step == at:
                 be_hit(rank, folder, how)
             FailingBackward.left = int(step % 2 == rank)
             result = mbs.backward(lambda x: failing(ddp(x)).pow(2).mean(), data(rank, step))
             losses.append(float(result))
             mbs.optimizer_step(optimizer)
             optimizer.zero_grad()
+            if (step + 1) % EVERY == 0:
+                save(mbs.state_dict(), own)
             if rank == 0 and (step + 1) % EVERY == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state | {"step": step + 1, "losses": losses}, folder / "new")
-                (folder / "new").replace(saved)
+                save(state | {"step": step + 1, "losses": losses}, saved)
     if rank == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
     dist.destroy_process_group()
@@ -88,4 +100,4 @@ def main(folder: Path, how: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,15 +30,17 @@ class Node:
         self._agent: subprocess.Popen[bytes] | None = None
         self.output = Path()
 
-    def start(self, folder: Path, *arguments: str, port: int, restarts: int = 0) -> None:
-        """Start an agent with one rank, which runs `tests.helpers.ddp_train`."""
+    def start(
+        self, folder: Path, *arguments: str, port: int, restarts: int = 0, nodes: int = 2
+    ) -> None:
+        """Start an agent of a job of two ranks, which run `tests.helpers.ddp_train`."""
         address, first = ("127.0.0.1", "127.0.0.1")
         command: list[str] = []
         if self._space is not None:
             address, first = ADDRESSES[self._number], ADDRESSES[0]
             command = ["ip", "netns", "exec", self._space]
-        command += [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-        command += ["--nproc-per-node", "1", "--max-restarts", str(restarts)]
+        command += [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)]
+        command += ["--nproc-per-node", str(2 // nodes), "--max-restarts", str(restarts)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{port}"]
         # No name server knows these addresses.
         command += ["--rdzv-conf", f"is_host={int(self._number == 0)}", "--local-addr", address]
@@ -87,6 +90,13 @@ class Node:
             for each in (agent, *agent.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):
                     each.send_signal(number)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 def _ip(*words: str) -> None:
