@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
 import torch.distributed as dist
+from torch import nn
 
 from elastic_mbs.distributed.replicas import Replicas
 from elastic_mbs.distributed.wrappers import NotWrapped, wrappers_in
@@ -17,7 +19,20 @@ from elastic_mbs.options import Settings
 
 _RUN_BEFORE = "run it over the whole batch before the call, and put what it returns into the batch"
 
+_FSDP = "torch.distributed.fsdp"
+
 Hooks = tuple[AbstractContextManager[object], ...]
+
+
+def is_spread(roots: Sequence[nn.Module]) -> bool:
+    """Return whether modules are in DDP's wrapper, or sharded by `fully_shard`."""
+    if wrappers_in(roots):
+        return True
+    if _FSDP not in sys.modules:  # its import takes half a second
+        return False
+    from elastic_mbs.distributed.units import units_in
+
+    return bool(units_in(roots))
 
 
 def peers_of(model: TrainedModel, settings: Settings) -> Peers:
@@ -33,7 +48,7 @@ def peers_of(model: TrainedModel, settings: Settings) -> Peers:
     devices, is_oom = model.devices(), settings.recovery.is_oom
     retry = partial(oom.retry, devices=devices, is_oom=is_oom)
     hooks: Hooks = ()
-    if "torch.distributed.fsdp" in sys.modules:  # its import takes half a second
+    if _FSDP in sys.modules:
         from elastic_mbs.distributed.lockstep import LockStep
         from elastic_mbs.distributed.shards import Shards
         from elastic_mbs.distributed.units import OnlyGiven, units_in

@@ -46,7 +46,7 @@ def elastic(
     the prepared model.
 
     Args:
-        accelerator: of one process, or of several with DistributedDataParallel; its
+        accelerator: of one process, or of several with DistributedDataParallel or FSDP2; its
             `gradient_accumulation_steps` is 1.
         model: the model that `accelerator.prepare` returned, or a sequence of such models.
         **options: those of `ElasticMBS`, but for `scaler` and `GradientOptions(backward=)`, which
@@ -55,8 +55,9 @@ def elastic(
     Raises:
         UsageError: an argument makes no sense, or gradients are accumulated by accelerate, too
             (also later, by a call).
-        UnsupportedError: DeepSpeed, FSDP, Megatron, XLA, FP8, or a version of accelerate that is
-            too old.
+        UnsupportedError: DeepSpeed, FSDP in its first version, Megatron, XLA, FP8, fp16 with
+            FSDP, a tensor or a context that is spread over ranks, or a version of accelerate that
+            is too old.
     """
     ACCELERATE.check()
     if not isinstance(accelerator, Accelerator):
@@ -64,24 +65,44 @@ def elastic(
             f"accelerator={str(accelerator)[:80]!r} is no accelerate.Accelerator: "
             "elastic(accelerator, model)"
         )
-    kind = accelerator.distributed_type
-    replicated = kind in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if not replicated and kind != DistributedType.NO:
-        raise UnsupportedError(
-            f"accelerator.distributed_type is {kind.value} "
-            f"({accelerator.num_processes} processes): {NOT_THIS_ONE}"
-        )
+    spread = _check_kind(accelerator)
     if accelerator.mixed_precision == "fp8":
         raise UnsupportedError(f"mixed_precision='fp8': {NO_FP8}")
     adapter = Adapter(
         "accelerate",
-        as_prepared if replicated else partial(accelerator.unwrap_model, keep_torch_compile=False),
+        as_prepared if spread else partial(accelerator.unwrap_model, keep_torch_compile=False),
         partial(_check_steps, accelerator),
         scaler=accelerator.scaler,
         steps_scaled=accelerator.scaler is not None,
-        replicated=replicated,
+        spread=spread,
     )
     return AdaptedMBS(model, adapter, options)
+
+
+def _check_kind(accelerator: Accelerator) -> bool:
+    """Refuse a job that is spread in a way that is not known; return whether it is spread."""
+    kind = accelerator.distributed_type
+    sharded = kind == DistributedType.FSDP
+    if sharded and not accelerator.is_fsdp2:
+        raise UnsupportedError(
+            "accelerate shards the model by FullyShardedDataParallel, whose collectives a replay "
+            "could not repeat: use its second version, "
+            "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 in the file of "
+            "`accelerate config`"
+        )
+    served = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if not sharded and kind not in served:
+        raise UnsupportedError(
+            f"accelerator.distributed_type is {kind.value} "
+            f"({accelerator.num_processes} processes): {NOT_THIS_ONE}"
+        )
+    names = getattr(accelerator.parallelism_config, "non_data_parallel_dim_names", [])
+    if names:
+        raise UnsupportedError(
+            f"parallelism_config spreads one batch over ranks ({', '.join(names)}): only data "
+            "parallelism is supported, dp_shard_size= and dp_replicate_size="
+        )
+    return bool(kind != DistributedType.NO)
 
 
 def _check_steps(accelerator: Accelerator) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_mbs.distributed.wrappers import wrappers_in
+from elastic_mbs.distributed.peers import is_spread
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.shared.trained_model import modules_of
@@ -23,8 +23,8 @@ from elastic_mbs.runtime import ElasticMBS
 
 NOT_THIS_ONE = (
     "this kind of distributed training is not supported, because a replay in one process would "
-    "leave the others waiting: use DistributedDataParallel, or run one process on one device, "
-    "without DeepSpeed, FSDP, Megatron or XLA"
+    "leave the others waiting: use DistributedDataParallel, FSDP in its second version "
+    "(fully_shard), or run one process on one device, without DeepSpeed, Megatron or XLA"
 )
 NO_FP8 = (
     "FP8 remembers the largest values that it has seen, and a replay could not put them back: "
@@ -38,12 +38,12 @@ class Adapter:
 
     Attributes:
         framework: its name, for errors.
-        unwrap: takes the wrappers off a module, but for DistributedDataParallel's.
+        unwrap: takes the wrappers off a module, but for those of a job of several processes.
         check: runs before each training call, and raises if the framework cannot be served.
         scaler: the scaler of the loss, where the engine may apply it.
         backward: the framework's own backward, where only that is right.
         steps_scaled: True if the step runs through a scaler of the framework's.
-        replicated: True in a job of several processes, each with a replica of the model.
+        spread: True in a job of several processes, with replicas or shards of the model.
     """
 
     framework: str
@@ -52,11 +52,11 @@ class Adapter:
     scaler: torch.amp.GradScaler | None = None
     backward: Callable[[torch.Tensor], object] | None = None
     steps_scaled: bool = False
-    replicated: bool = False
+    spread: bool = False
 
 
 def as_prepared(module: nn.Module) -> nn.Module:
-    """Return the module as it is: the runtime finds DistributedDataParallel inside."""
+    """Return the module as it is: the runtime finds DistributedDataParallel or shards inside."""
     return module
 
 
@@ -74,10 +74,11 @@ class AdaptedMBS(ElasticMBS):
         if adapter.backward is not None and isinstance(gradients, GradientOptions):
             gradients = replace(gradients, backward=adapter.backward)
         modules = [adapter.unwrap(module) for module in modules_of(model)]
-        if adapter.replicated and not wrappers_in(modules):
+        if adapter.spread and not is_spread(modules):
             raise UsageError(
-                f"the model is in no DistributedDataParallel, so the ranks would each train their "
-                f"own: give the one that {adapter.framework} has prepared"
+                "the model is in no DistributedDataParallel and not sharded by fully_shard, so the "
+                f"ranks would each train their own: give the one that {adapter.framework} has "
+                "prepared"
             )
         given: Options = {**options, "scaler": adapter.scaler, "gradients": gradients}
         super().__init__(modules, **given)

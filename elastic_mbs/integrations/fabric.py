@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.fabric.wrappers import is_wrapped
 from torch import nn
 
@@ -46,14 +46,16 @@ def elastic(
     `loss_fn` calls the model of `fabric.setup`.
 
     Args:
-        fabric: of one process and one device, or of several with the strategy "ddp".
+        fabric: of one process and one device, or of several with the strategy "ddp", or with a
+            `ModelParallelStrategy` that shards by `fully_shard`.
         model: the model that `fabric.setup` returned, or a sequence of such models.
         **options: those of `ElasticMBS`, but for `scaler` and `GradientOptions(backward=)`, which
             are Fabric's.
 
     Raises:
         UsageError: an argument makes no sense.
-        UnsupportedError: DeepSpeed, FSDP, XLA, FP8, or a version of lightning that is too old.
+        UnsupportedError: DeepSpeed, FSDP in its first version (`FSDPStrategy`), XLA, FP8, or a
+            version of lightning that is too old.
     """
     LIGHTNING.check()
     if not isinstance(fabric, Fabric):
@@ -61,21 +63,21 @@ def elastic(
             f"fabric={str(fabric)[:80]!r} is no lightning.fabric.Fabric: elastic(fabric, model)"
         )
     strategy = fabric.strategy
-    replicated = type(strategy) is DDPStrategy
-    if not replicated and type(strategy) is not SingleDeviceStrategy:
+    spread = type(strategy) in (DDPStrategy, ModelParallelStrategy)
+    if not spread and type(strategy) is not SingleDeviceStrategy:
         raise UnsupportedError(
             f"the strategy is {type(strategy).__name__} ({fabric.world_size} processes): "
-            f"{NOT_THIS_ONE}"
+            f"{NOT_THIS_ONE}. In Fabric FSDP's second version is ModelParallelStrategy"
         )
     if "transformer-engine" in strategy.precision.precision:
         raise UnsupportedError(f"precision={strategy.precision.precision!r}: {NO_FP8}")
     scaled = getattr(strategy.precision, "scaler", None) is not None
     adapter = Adapter(
         "Fabric",
-        as_prepared if replicated else _unwrap,
+        as_prepared if spread else _unwrap,
         backward=fabric.backward,
         steps_scaled=scaled,
-        replicated=replicated,
+        spread=spread,
     )
     return AdaptedMBS(model, adapter, options)
 

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 
 from elastic_mbs.batch.join import Apart
-from elastic_mbs.distributed.wrappers import wrappers_in
+from elastic_mbs.distributed.peers import is_spread
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.lightning_names import LightningNames
 from elastic_mbs.integrations.lightning_private import EVALUATIONS, Steps
@@ -73,9 +73,10 @@ class LightningHooks:
     def runtime(self) -> ElasticMBS:
         """The runtime, once the Trainer has begun, for its `stats`, `last_result` and doors.
 
-        The model in DistributedDataParallel, which a fit on several ranks makes, gets another one.
+        The model in DistributedDataParallel or in shards, which a fit on several ranks makes, gets
+        another one.
         """
-        model = self._replicated()
+        model = self._spread()
         if self._runtime is not None and model is not None and model is not self._root:
             self._state = self._runtime.state_dict()
             self._runtime = None
@@ -94,10 +95,17 @@ class LightningHooks:
                 self._runtime.load_state_dict(self._state)
         return self._runtime
 
-    def _replicated(self) -> Any:
-        """Return the model in DistributedDataParallel, or None where there is none."""
+    def _spread(self) -> Any:
+        """Return the model in DistributedDataParallel or in shards, or None where there is none."""
         model = getattr(self._strategy, "model", None)
-        return model if model is not None and wrappers_in([model]) else None
+        if model is not None and is_spread([model]):
+            return model
+        if type(self._strategy) is self.names.model_parallel_strategy:
+            raise UnsupportedError(
+                "ModelParallelStrategy without fully_shard: tensor parallelism is not supported. "
+                "Apply fully_shard to the model in configure_model"
+            )
+        return None
 
     def _backward(self, module: Any) -> Options:
         """Return the options of backward: the engine's, or the user's own where there is one."""
@@ -148,18 +156,20 @@ class LightningHooks:
 
 def _check_strategy(names: LightningNames, trainer: Any, module: Any) -> None:
     strategy = trainer.strategy
-    replicated = type(strategy) is names.ddp_strategy
+    spread = type(strategy) in (names.ddp_strategy, names.model_parallel_strategy)
     alone = isinstance(strategy, names.single_device_strategy) and trainer.world_size == 1
-    if not (replicated or alone):
+    if not (spread or alone):
         raise UnsupportedError(
             f"{type(strategy).__name__} over {trainer.world_size} processes: a replay on one of "
-            "them would leave the others waiting. Use Trainer(strategy='ddp'), or one device: "
-            "Trainer(devices=1, strategy='auto')"
+            "them would leave the others waiting. Use Trainer(strategy='ddp'), a "
+            "ModelParallelStrategy with fully_shard in configure_model (FSDP in its second "
+            "version), or one device: Trainer(devices=1, strategy='auto')"
         )
-    if replicated and not module.automatic_optimization:
+    if spread and not module.automatic_optimization:
         raise UnsupportedError(
-            "manual optimization under DDPStrategy: manual_backward would sum the gradients of "
-            "every piece over the ranks. Use automatic optimization, or Fabric, whose loop is yours"
+            f"manual optimization under {type(strategy).__name__}: manual_backward would sum the "
+            "gradients of every piece over the ranks. Use automatic optimization, or Fabric, whose "
+            "loop is yours"
         )
 
 

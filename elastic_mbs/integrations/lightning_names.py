@@ -27,6 +27,7 @@ class LightningNames:
     trainer: type[Any]
     single_device_strategy: type[Any]
     ddp_strategy: type[Any]
+    model_parallel_strategy: type[Any]
     batch_size_finder: type[Any]
     precision: type[Any]
     mixed_precision: type[Any]
@@ -47,6 +48,7 @@ class LightningNames:
             trainer=found("", "Trainer"),
             single_device_strategy=found(".strategies", "SingleDeviceStrategy"),
             ddp_strategy=found(".strategies", "DDPStrategy"),
+            model_parallel_strategy=found(".strategies", "ModelParallelStrategy"),
             batch_size_finder=found(".callbacks", "BatchSizeFinder"),
             precision=found(".plugins", "Precision"),
             mixed_precision=found(".plugins", "MixedPrecision"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from elastic_mbs import GradientOptions, UnsupportedError, UsageError
@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "a strategy of many": (
         Net,
         {"strategy": OwnStrategy(), "devices": 1},
-        r"OwnStrategy over 1 processes.*Trainer\(strategy='ddp'\), or one device",
+        r"OwnStrategy over 1 processes.*Trainer\(strategy='ddp'\).*or one device",
     ),
     "a precision of its own": (Net, {"plugins": OwnWay()}, "OwnWay has a backward of its own"),
     "BatchSizeFinder": (
@@ -119,3 +119,11 @@ def test_a_trainer_of_the_older_package_is_refused() -> None:
         match=r"types\.SimpleNamespace.*from elastic_mbs\.integrations\.pytorch_lightning",
     ):
         callback.setup(SimpleNamespace(), Net(), "fit")
+
+
+def test_tensor_parallelism_alone_is_refused() -> None:
+    callback, strategy = ElasticCallback(), ModelParallelStrategy(1, 1)
+    strategy.model = Net()
+    callback._strategy = strategy
+    with pytest.raises(UnsupportedError, match=r"without fully_shard.*in configure_model"):
+        _ = callback.runtime

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -422,7 +423,10 @@ def test_accumulation_by_accelerate_is_refused_early_and_late() -> None:
 SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DistributedType if kind not in SERVED])
+OTHERS = [kind for kind in DistributedType if kind not in (*SERVED, DistributedType.FSDP)]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
 def test_distributed_accelerate_is_refused_by_name(
     kind: DistributedType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,6 +436,24 @@ def test_distributed_accelerate_is_refused_by_name(
         UnsupportedError,
         match=rf"distributed_type is {kind.value} .* run one process on one device",
     ):
+        loop.elastic()
+
+
+def test_the_first_version_of_fsdp_is_refused_with_the_way_to_the_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = AccelerateLoop()
+    monkeypatch.setattr(type(loop.accelerator), "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(type(loop.accelerator), "is_fsdp2", False)
+    with pytest.raises(UnsupportedError, match=r"fsdp_version=2"):
+        loop.elastic()
+
+
+def test_a_batch_that_ranks_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = AccelerateLoop()
+    spread = SimpleNamespace(non_data_parallel_dim_names=["tp"])
+    monkeypatch.setattr(type(loop.accelerator), "parallelism_config", spread)
+    with pytest.raises(UnsupportedError, match=r"one batch over ranks \(tp\)"):
         loop.elastic()
 
 

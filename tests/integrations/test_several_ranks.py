@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic_mbs import ElasticMBS
 from stress.ranks.job import run_ranks, values
+from stress.ranks.shards import full
 from tests.helpers.ddp import FailingBackward, caught, failing
 from tests.helpers.steps import mlp, pairs
 
@@ -79,7 +81,13 @@ def prepared_loop(
         mbs.optimizer_step(optimizer)
     if mbs is not None:
         mbs.close()
-    return losses, [each.detach() for each in plain.parameters()], ooms
+    return losses, whole(plain), ooms
+
+
+def whole(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a module, gathered where they are sharded."""
+    found = [full(each.detach()) for each in module.parameters()]
+    return [each for each in found if each is not None]
 
 
 def means(losses: list[float]) -> list[float]:
@@ -114,19 +122,73 @@ def in_accelerate(rank: int, world: int) -> tuple[float, float, int]:
     return compared((means(stock[0]), *stock[1:]), mine)
 
 
-def in_fabric(rank: int, world: int) -> tuple[float, float, int]:
+def in_sharding_accelerate(rank: int, world: int) -> tuple[float, float, int]:
+    """Train in accelerate's FSDP, which it makes on accelerators alone, and is told to here."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    from elastic_mbs.integrations.accelerate import elastic
+
+    as_torchrun(rank, world)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    for state in (PartialState(), accelerator.state):
+        state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+
+    def setup(model: nn.Module, optimizer: Any, dataset: Any) -> Any:
+        made = accelerator.prepare(model, optimizer, DataLoader(dataset, 4))
+        assert isinstance(made[0], FSDPModule), type(made[0])
+        return made
+
+    stock, mine = (
+        prepared_loop(
+            setup,
+            lambda model: elastic(accelerator, model),
+            accelerator.backward,
+            rank=rank,
+            with_runtime=with_runtime,
+        )
+        for with_runtime in (False, True)
+    )
+    return compared((means(stock[0]), *stock[1:]), mine)
+
+
+def in_fabric(rank: int, world: int, *, sharded: bool = False) -> tuple[float, float, int]:
     from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
 
     from elastic_mbs.integrations.fabric import elastic
 
     as_torchrun(rank, world)
-    fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp", precision="64-true")
+
+    def shard(module: nn.Module, mesh: Any) -> nn.Module:
+        for layer in module.children():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh["data_parallel"])
+        fully_shard(module, mesh=mesh["data_parallel"])
+        return module
+
+    strategies: dict[bool, dict[str, Any]] = {
+        False: {"strategy": "ddp", "precision": "64-true"},
+        True: {"strategy": ModelParallelStrategy(shard, world, 1)},
+    }
+    fabric = Fabric(accelerator="cpu", devices=world, **strategies[sharded])
     fabric.launch()
     assert fabric.world_size == world
 
     def setup(model: nn.Module, optimizer: Any, dataset: Any) -> Any:
         loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, shuffle=False))
-        return *fabric.setup(model, optimizer), loader
+        if not sharded:
+            return *fabric.setup(model, optimizer), loader
+        module = fabric.setup_module(model)  # and then the optimizer, of its shards
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        return module, fabric.setup_optimizers(optimizer), loader
 
     stock, mine = (
         prepared_loop(
@@ -141,7 +203,13 @@ def in_fabric(rank: int, world: int) -> tuple[float, float, int]:
     return compared((means(stock[0]), *stock[1:]), mine)
 
 
-@pytest.mark.parametrize("framework", [in_accelerate, in_fabric])
+def in_sharding_fabric(rank: int, world: int) -> tuple[float, float, int]:
+    return in_fabric(rank, world, sharded=True)
+
+
+@pytest.mark.parametrize(
+    "framework", [in_accelerate, in_sharding_accelerate, in_fabric, in_sharding_fabric]
+)
 def test_a_loop_on_several_ranks_trains_the_same_while_one_runs_out(framework: Any) -> None:
     (losses, weights, undisturbed), (others, own, survived) = values(run_ranks(framework))
     assert max(weights, own) < EXACT
@@ -250,14 +318,25 @@ def test_a_trainer_that_gathers_in_its_steps_is_refused_on_all_ranks(tmp_path: A
 # ---------------------------------------------------------------------- Lightning
 
 
-def in_lightning(rank: int, world: int, accumulated: int) -> tuple[float, float, int]:
+def in_lightning(
+    rank: int, world: int, accumulated: int, strategy: str
+) -> tuple[float, float, int]:
     """Return how far weights and all logs are apart, and the failures survived."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
     from elastic_mbs.integrations.lightning import ElasticCallback
     from tests.integrations import lightning_runs
     from tests.integrations.lightning_runs import Run, fit, loader
 
     class Net(lightning_runs.Net):
-        """Logs of one rank and of all, and metrics of all."""
+        """Logs of one rank and of all, and metrics of all; sharded where it is told to."""
+
+        def configure_model(self) -> None:
+            if strategy == "sharded":
+                mesh = self.device_mesh
+                assert mesh is not None
+                for part in (self.body, self.head):
+                    fully_shard(part, mesh=mesh["data_parallel"])
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             output = self(batch)
@@ -270,30 +349,41 @@ def in_lightning(rank: int, world: int, accumulated: int) -> tuple[float, float,
 
     as_torchrun(rank, world)
     options: dict[str, Any] = {
-        "strategy": "ddp_find_unused_parameters_true",
         "devices": world,
         "accumulate_grad_batches": accumulated,
         "train": loader(32),
         "val": [loader(16, 1)],
     }
-    stock = fit(Net(), **options)
+
+    def spread() -> Any:
+        made = ModelParallelStrategy(world, 1, save_distributed_checkpoint=False)
+        return made if strategy == "sharded" else strategy
+
+    stock = fit(Net(), strategy=spread(), **options)
     callback = ElasticCallback()
-    mine = fit(Net(fits=3 if rank == world - 1 else 8), [callback], **options)
+    short = Net(fits=3 if rank == world - 1 else 8)
+    mine = fit(short, [callback], strategy=spread(), **options)
 
     def logged(run: Run) -> list[float]:
         return [float(value) for _, line in run.lines for _, value in sorted(line.items())]
 
-    def weights(run: Run) -> list[Tensor]:
-        return [each.detach() for each in run.module.parameters()]
-
     pairs_of_logs = zip(logged(mine), logged(stock), strict=True)
     logs = max((abs(a - b) / (abs(b) or 1.0) for a, b in pairs_of_logs), default=0.0)
-    return worst(weights(mine), weights(stock)), logs, callback.runtime.stats.ooms
+    return worst(whole(mine.module), whole(stock.module)), logs, callback.runtime.stats.ooms
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_lightning_on_several_ranks_trains_and_logs_the_same(accumulated: int) -> None:
-    found = values(run_ranks(in_lightning, accumulated))
+@pytest.mark.parametrize(
+    ("accumulated", "strategy"),
+    [
+        (1, "ddp_find_unused_parameters_true"),
+        (2, "ddp_find_unused_parameters_true"),
+        (1, "sharded"),
+    ],
+)
+def test_lightning_on_several_ranks_trains_and_logs_the_same(
+    accumulated: int, strategy: str
+) -> None:
+    found = values(run_ranks(in_lightning, accumulated, strategy))
     assert [ooms > 0 for *_, ooms in found] == [False, True]
     assert max(weights for weights, *_ in found) < EXACT
     assert max(logs for _, logs, _ in found) < EXACT
