@@ -174,7 +174,8 @@ class AttemptHooks:
         used = {step.rung: step for step in steps}  # the last one of each
         hooks: list[Hook] = list(self._resources.peers.hooks)
         if "offload" in used:
-            self.table = OffloadedTensors(partial(_resident, self._resources, self._running))
+            resident = partial(_resident, self._resources, self._running)
+            self.table = OffloadedTensors(resident, ahead=used["offload"].ahead)
         elif self._own_graph:
             self.table = SavedTensorTable()
         if self.table is not None:
