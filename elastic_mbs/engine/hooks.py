@@ -221,7 +221,7 @@ class AttemptHooks:
         return origin_of_error(error, self._module_names())
 
     def largest(self) -> list[LargeTensor]:
-        """Return the largest tensors of the latest attempt, where it was looked at."""
+        """Return the tensors of the latest attempt, the largest first, where it was looked at."""
         return [] if self._largest is None else self._largest.alive()
 
     def _module_names(self) -> Names:

@@ -80,7 +80,6 @@ def see_the_order(line: Callable[[object], None]) -> None:
         with Queued() as queued:
             loss.backward()
         assert simulation.waits() == waits  # the host never waits
-        assert not torch.cuda.current_stream().query()  # the device is behind all of it
     # Only the first one is asked for before anything was copied ahead.
     assert queued.seen[0] == "main"
     assert set(queued.seen[1:]) == {"side", "product"}
