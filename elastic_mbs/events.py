@@ -204,7 +204,7 @@ class Escalated(Event):
     stop: int  # one past its last sample
     by: str  # the rung of `RecoveryOptions.escalate`
     key: str  # kind of call (loss function, train or eval, shape class)
-    part: str = ""  # the part of the model, such as "2 of 8 blocks"; empty for all of it
+    part: str = ""  # of that rung: "2 of 8 blocks", "one tensor ahead"; empty for all of it
     needed: int | None = None  # bytes that this process needs without it, at least
 
     def line(self) -> str:

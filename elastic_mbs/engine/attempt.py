@@ -25,7 +25,7 @@ from elastic_mbs.batch.loss_terms import (
 from elastic_mbs.batch.schedule import Range
 from elastic_mbs.engine.outcome.result import Place, StoredOutput
 from elastic_mbs.errors import LossError, UsageError
-from elastic_mbs.escalation.largest import LargeTensor, Origin
+from elastic_mbs.escalation.largest import LargeTensor, Origin, Share
 from elastic_mbs.memory.oom import Verdict
 
 
@@ -209,6 +209,8 @@ class Failure:
         edited: it has changed its piece of the batch in place.
         origin: the module and the line where it failed.
         largest: the largest tensors that it held, where it was looked at.
+        share: the module with the most of what it held and asked for; None where it was not looked
+            at, or no module had any.
     """
 
     piece: Range
@@ -220,3 +222,4 @@ class Failure:
     edited: bool
     origin: Origin
     largest: tuple[LargeTensor, ...]
+    share: Share | None

@@ -174,7 +174,8 @@ class AttemptHooks:
         used = {step.rung: step for step in steps}  # the last one of each
         hooks: list[Hook] = list(self._resources.peers.hooks)
         if "offload" in used:
-            self.table = OffloadedTensors(partial(_resident, self._resources, self._running))
+            resident = partial(_resident, self._resources, self._running)
+            self.table = OffloadedTensors(resident, ahead=used["offload"].ahead)
         elif self._own_graph:
             self.table = SavedTensorTable()
         if self.table is not None:
@@ -220,7 +221,7 @@ class AttemptHooks:
         return origin_of_error(error, self._module_names())
 
     def largest(self) -> list[LargeTensor]:
-        """Return the largest tensors of the latest attempt, where it was looked at."""
+        """Return the tensors of the latest attempt, the largest first, where it was looked at."""
         return [] if self._largest is None else self._largest.alive()
 
     def _module_names(self) -> Names:

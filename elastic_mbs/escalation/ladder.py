@@ -1,6 +1,6 @@
 """The steps by which a sample takes less and less memory, and when they are taken back.
 
-"logits" ── "checkpoint" (2 of 8 blocks) ── "checkpoint" (4 of 8 blocks) ── … ── "offload"
+"logits" ── "checkpoint" (2 of 8 blocks) ── "checkpoint" (4 of 8 blocks) ── … ── "offload" ── …
 ─────────────────────► each time a piece does not fit
 ◄───────────────────── each time there is more memory than with which the last step was needed
 """
@@ -19,30 +19,36 @@ class Step(NamedTuple):
     rung: str
     blocks: int = 0  # that it applies to, of a rung that is taken in parts
     of: int = 0  # blocks of the model
+    ahead: bool = False  # tensors come back one ahead of backward, which takes more memory
 
     @property
     def part(self) -> str:
-        """The part of the model that it applies to, in words; empty where it is not divided."""
+        """The part of the rung that it is, in words; empty where it is not divided."""
+        if self.ahead:
+            return "one tensor ahead"
         return f"{self.blocks} of {self.of} blocks" if self.of else ""
 
     def __str__(self) -> str:
         return f"{self.rung} ({self.part})" if self.part else self.rung
 
 
-def steps_of(rung: str, blocks: Callable[[], int]) -> Iterator[Step]:
+def steps_of(rung: str, blocks: Callable[[], int], *, copies_ahead: bool = False) -> Iterator[Step]:
     """Yield the steps of a rung.
 
     Args:
         rung: its name.
         blocks: returns how many blocks of the model can be checkpointed.
+        copies_ahead: the device copies from the host while it computes.
     """
-    if rung != "checkpoint":
-        yield Step(rung)
+    if rung == "checkpoint":
+        every = blocks()
+        counts = {-(-every * part // _QUARTERS) for part in range(1, _QUARTERS + 1)}
+        for count in sorted(counts - {0}):
+            yield Step(rung, count, every)
         return
-    every = blocks()
-    counts = {-(-every * part // _QUARTERS) for part in range(1, _QUARTERS + 1)}
-    for count in sorted(counts - {0}):
-        yield Step(rung, count, every)
+    if rung == "offload" and copies_ahead:
+        yield Step(rung, ahead=True)
+    yield Step(rung)
 
 
 class Ladder:
@@ -57,9 +63,13 @@ class Ladder:
         self._needs: list[int | None] = []  # bytes that were too few without each step
         self._calls = 0  # that have ended since the last change
 
-    def next(self, rungs: Sequence[str], blocks: Callable[[], int]) -> Step | None:
+    def next(
+        self, rungs: Sequence[str], blocks: Callable[[], int], *, copies_ahead: bool = False
+    ) -> Step | None:
         """Return the step that follows those in use; None where none is left."""
-        every = [step for rung in rungs for step in steps_of(rung, blocks)]
+        every = [
+            step for rung in rungs for step in steps_of(rung, blocks, copies_ahead=copies_ahead)
+        ]
         taken = max((every.index(step) + 1 for step in self.steps if step in every), default=0)
         return next(iter(every[taken:]), None)
 

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -68,6 +69,30 @@ class LargeTensor(NamedTuple):
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         return f"{kind} {self.shape}, {format_bytes(self.nbytes)}, {self.origin}"
+
+
+class Share(NamedTuple):
+    """The bytes that one module has of an attempt's memory."""
+
+    module: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.nbytes)} in module {self.module!r} alone"
+
+
+def largest_share(tensors: Iterable[LargeTensor], asked: Share) -> Share | None:
+    """Return the module whose tensors take the most; None where no tensor is of a module.
+
+    Args:
+        tensors: those that are alive.
+        asked: the request that failed, and the module that made it.
+    """
+    sums = Counter[str]({asked.module: asked.nbytes})
+    for tensor in tensors:
+        sums[tensor.origin.module] += tensor.nbytes
+    del sums[""]  # the loss, and backward
+    return Share(*sums.most_common(1)[0]) if sums.total() else None
 
 
 def origin_of_error(error: BaseException, names: Names) -> Origin:
@@ -148,9 +173,9 @@ class _Watch(VersionedMode):
         self._seen[id(storage)] = _Seen(weakref.ref(storage), made)
 
     def alive(self) -> list[LargeTensor]:
-        """Return the largest tensors that are alive, the largest first."""
+        """Return the tensors that are alive, the largest first."""
         found = [seen.tensor for seen in self._seen.values() if seen.storage() is not None]
-        return sorted(found, key=lambda tensor: -tensor.nbytes)[:SHOWN]
+        return sorted(found, key=lambda tensor: -tensor.nbytes)
 
 
 def _makes(func: Any) -> bool:
@@ -184,5 +209,5 @@ class LargestTensors:
             self._mode.__exit__(*error)  # type: ignore[union-attr]  # it is one
 
     def alive(self) -> list[LargeTensor]:
-        """Return the largest tensors of the latest attempt that are alive."""
+        """Return the tensors of the latest attempt that are alive, the largest first."""
         return [] if self._mode is None else self._mode.alive()

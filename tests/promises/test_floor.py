@@ -21,6 +21,7 @@ from elastic_mbs import (
     OutOfMemory,
 )
 from elastic_mbs.escalation.largest import LargestTensors, names_of
+from elastic_mbs.events import format_bytes
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import (
     FailOn,
@@ -173,6 +174,19 @@ def test_an_error_in_backward_names_the_largest_tensors_and_where_they_are_from(
     hidden = f"float32 ({LENGTH}, 256), {LENGTH * 256 * 4 / KIB:.1f} KiB, module '1."
     assert largest[-1].startswith(hidden)
     assert largest[-1].endswith(line_of("# the line of Block"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "module", "values"),
+    # a block's own: the activation and the sum, without the outputs of its layers; and of the head
+    # the request alone, which failed
+    [(2 * MIB, "1.0", LENGTH * (256 + 16)), (4 * MIB, "2", LENGTH * CLASSES)],
+)
+def test_the_error_says_what_one_sample_needs_in_one_module(
+    limit: int, module: str, values: int
+) -> None:
+    share = f"One sample needs at least {format_bytes(4 * values)} in module {module!r} alone"
+    assert share in refused(limit)
 
 
 def test_the_error_says_what_each_way_would_need() -> None:

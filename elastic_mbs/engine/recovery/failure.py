@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from elastic_mbs.engine.attempt import Attempt, Failure, Phase
 from elastic_mbs.engine.parts import CallParts
+from elastic_mbs.escalation.largest import SHOWN, Share, largest_share
 from elastic_mbs.memory import oom
 
 
@@ -37,6 +38,8 @@ def failure_of(
         first=parts.progress.untouched,
         training=training,
     )
+    origin, alive = parts.hooks.origin_of(error), parts.hooks.largest()
+    asked = Share(origin.module, verdict.requested or 0)
     failure = Failure(
         piece=attempt.piece,
         phase=phase,
@@ -45,8 +48,9 @@ def failure_of(
         unknown=left.unknown,
         unwatched=left.unwatched,
         edited=parts.edits.by_a_failed_piece(attempt.data),
-        origin=parts.hooks.origin_of(error),
-        largest=tuple(parts.hooks.largest()),
+        origin=origin,
+        largest=tuple(alive[:SHOWN]),
+        share=largest_share(alive, asked) if alive else None,
     )
     parts.hooks.drop_graph(attempt.terms)
     attempt.drop()

@@ -138,7 +138,9 @@ class Floor:
         """Put the next step of `escalate` in use; return False where none is left."""
         parts = self._parts
         ladder = parts.profile.ladder
-        step = ladder.next(self._rungs(), self._blocks)
+        found = parts.resources.asynchronous
+        ahead = found is not None and found.copies_ahead
+        step = ladder.next(self._rungs(), self._blocks, copies_ahead=ahead)
         if step is None:
             return False
         needed = needed_by(failure)

@@ -102,7 +102,11 @@ def _facts(failure: Failure, reading: Reading) -> str:
 def _largest(failure: Failure) -> list[str]:
     if not failure.largest:
         return []
-    return [f"The largest of its tensors: {'; '.join(map(str, failure.largest))}"]
+    largest = f"The largest of its tensors: {'; '.join(map(str, failure.largest))}"
+    if failure.share is None:
+        return [largest]
+    whose = "One sample" if len(failure.piece) == 1 else "The piece"
+    return [largest, f"{whose} needs at least {failure.share}"]
 
 
 def _needs(tries: Sequence[Try]) -> list[str]:
