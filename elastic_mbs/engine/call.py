@@ -436,7 +436,7 @@ class Call:
                     self._close()
             except BaseException as problem:
                 error = interrupt = problem
-        self.parts.report.failed(error, self.parts.progress.failures)
+        self.parts.report.failed(error, self.parts.progress)
         recovery.tell(self.parts, error)
         if interrupt is not None:
             raise interrupt

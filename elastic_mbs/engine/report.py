@@ -25,6 +25,14 @@ _LOSS, _OUTPUTS = map(attrgetter, ("loss", "outputs"))
 _is_there = partial(is_not, None)
 
 
+class BeginAgain(Exception):
+    """The way in which a step ends its call to run the same batch again: the call has not failed.
+
+    The gradients of the call are dropped, as for any error, and its failures count for the next
+    call of the same function.
+    """
+
+
 class CallReport:
     """The measurements of one call, and the reports that are made of them.
 
@@ -108,11 +116,12 @@ class CallReport:
             for name in names or ()
         }
         by_length = self._view.sorted
+        failures, replayed = self._profile.take_carried()
         return StepResult(
             partition=partition,
             micro_batch_size=progress.size,
-            ooms=progress.failures,
-            replayed_samples=progress.replayed_samples,
+            ooms=progress.failures + failures,
+            replayed_samples=progress.replayed_samples + replayed,
             order=None if by_length is None else tuple(by_length.order),
             _lengths=() if by_length is None else by_length.lengths,
             _losses=losses,
@@ -194,14 +203,18 @@ class CallReport:
         )
         telemetry.done(event, self.watch, result if training else None)
 
-    def failed(self, error: BaseException, failures: int) -> None:
-        """Emit `CallFailed`."""
+    def failed(self, error: BaseException, progress: Progress) -> None:
+        """Emit `CallFailed`; of a call that is begun again, keep what the next one has to tell."""
+        if isinstance(error, BeginAgain):
+            self._profile.carry(progress.failures, progress.replayed_samples)
+            return
         telemetry = self._resources.telemetry
         if telemetry is None:
             return
         message = next(iter(str(error).splitlines()), "")
         name = self._resources.settings.name
-        event = CallFailed(name, str(self._key), type(error).__name__, message, failures, 0.0, 0.0)
+        failures, kind = progress.failures, type(error).__name__
+        event = CallFailed(name, str(self._key), kind, message, failures, 0.0, 0.0)
         telemetry.ended(event, self.watch, error)
 
 

@@ -147,6 +147,14 @@ class LightningHooks:
         if self._runtime is not None:
             self._runtime.load_state_dict(state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copied or pickled Trainer takes along: the options, and what was learned.
+
+        The copy makes a runtime of its own when it begins.
+        """
+        bound = dict.fromkeys(("_module", "_strategy", "_root", "_runtime", "_steps"))
+        return {**vars(self), **bound, "_state": self.state_dict()}
+
     def _leave(self) -> None:
         if self._steps is not None:
             self._steps.put_back()
@@ -195,7 +203,8 @@ def _check(names: LightningNames, trainer: Any, module: Any) -> None:
             "out and give the batch you want"
         )
     for name in ("training_step", *EVALUATIONS):
-        if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+        step = getattr(module, name)  # None says that there is none
+        if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
             raise UnsupportedError(
                 f"{name}(dataloader_iter) fetches its batches itself, so they cannot be cut: "
                 f"write {name}(batch, batch_idx)"

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import MixtralConfig, Qwen2MoeConfig, Trainer
 
 from elastic_mbs.errors import UnsupportedError
+from elastic_mbs.events import CallDone, CallFailed, Event, OutOfMemory
 from elastic_mbs.integrations.trainer import router
 from elastic_mbs.integrations.transformers import elastic_trainer
 from elastic_mbs.testing.faults import RandomFaults
@@ -126,6 +127,23 @@ def test_a_batch_that_turns_out_to_be_cut_leaves_what_was_accumulated_before_it(
             ours.training_step(ours.model, dict(other), 2 * ITEMS)
         assert off_by(ours.model, wanted) <= EXACT, strike.hits
         cut += len(ours.elastic.last_result.partition) > 1
+    assert cut
+
+
+def test_a_batch_that_begins_again_is_one_call_with_all_its_errors(batch: Any) -> None:
+    data, cut = rows("tokens", 8), 0
+    for strike in every_operation(stride=397):
+        events: list[Event] = []
+        options = {"verify": False, "on_event": events.append}
+        ours = trainer(elastic_trainer(Trainer), mixtral(), data, elastic=options)
+        with strike:
+            step(ours, batch)
+        failed = sum(isinstance(event, OutOfMemory) for event in events)
+        done = [event for event in events if isinstance(event, CallDone) and event.mode == "train"]
+        assert not any(isinstance(event, CallFailed) for event in events)
+        assert [event.ooms for event in done] == [failed]
+        assert ours.elastic.last_result.ooms == ours.elastic.stats.ooms == failed
+        cut += bool(failed) and done[0].pieces > 1
     assert cut
 
 

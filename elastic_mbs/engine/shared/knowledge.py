@@ -49,6 +49,8 @@ class LossProfile:
     # Samples in the largest piece that failed and could not be cut. No piece is prefetched beside
     # one of that size.
     too_full: int = 0
+    # Failures and samples run again in a call that was begun again: they count for the next one.
+    carried: tuple[int, int] = (0, 0)
     compared: bool = False  # whole and pieces were compared, see `GradientOptions.verify`
     # Paths of outputs that come once per piece and not once per sample.
     per_piece: set[Path] = field(default_factory=set)
@@ -104,6 +106,15 @@ class LossProfile:
     def learn_too_full(self, samples: int) -> None:
         """Record the length of a piece that failed and could not be cut."""
         self.too_full = max(self.too_full, samples)
+
+    def carry(self, failures: int, replayed: int) -> None:
+        """Record what a call has survived that is begun again."""
+        self.carried = self.carried[0] + failures, self.carried[1] + replayed
+
+    def take_carried(self) -> tuple[int, int]:
+        """Return what calls have survived that were begun again, once."""
+        carried, self.carried = self.carried, (0, 0)
+        return carried
 
     def learn_compared(self) -> None:
         """Record that whole and pieces are not to be compared any more."""

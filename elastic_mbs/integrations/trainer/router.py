@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from elastic_mbs.engine.report import BeginAgain
 from elastic_mbs.errors import UnsupportedError
 from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trl.metrics import BatchMetrics
@@ -38,11 +39,8 @@ Value = TypeVar("Value")
 Loss = Callable[..., Any]
 
 
-class _BatchCut(Exception):
-    """A batch was cut whose sums are not known; a run log has it as the end of a call."""
-
-    def __init__(self) -> None:
-        super().__init__("it begins again, once the experts' shares of the whole batch are known")
+class _BatchCut(BeginAgain):
+    """A batch was cut whose sums are not known: it begins again, once they are."""
 
 
 @dataclass(frozen=True)
