@@ -159,8 +159,8 @@ class MemoryOptions(_Group):
             are.
         prefetch: on an accelerator the next piece of a batch in pinned memory
             (`DataLoader(pin_memory=True)`) is copied to the device while this one computes, for the
-            memory of one more piece's input. "pin" pins each piece of a batch that is not; False
-            loads each piece when its turn comes.
+            memory of one more piece's input; pieces below 1 MiB are not. "pin" pins each piece of
+            a batch that is not pinned; False loads each piece when its turn comes.
         sensor: a `MemorySensor` in place of the device's own; one that is also a `UsageMeter`
             replaces the device's meter, too.
         monitor_interval: seconds between memory readings, in a thread of its own; 0 reads in the

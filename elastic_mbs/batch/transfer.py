@@ -25,6 +25,7 @@ from elastic_mbs.errors import UsageError
 from elastic_mbs.memory import oom
 
 _LOOKED_AT = 8  # tensors of a batch: a loader pins all of them or none
+SMALL = 2**20  # bytes of a piece: to queue the copies takes the host longer than they take
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +44,7 @@ class Loader:
 
     After a piece of more than `longer_than` samples the copies of the next one are queued at once,
     where the batch is in pinned memory (`prefetch=True`), or where each piece is to be pinned for
-    it (`"pin"`).
+    it (`"pin"`). Not after a small piece, whose step can be shorter than the host's work for that.
     """
 
     __slots__ = ("_accelerator", "_ahead", "_copying", "_device", "_longer_than", "_pin", "_view")
@@ -65,7 +66,11 @@ class Loader:
             self._accelerator = accelerator_of(device)
         if self._accelerator is not None:
             some = islice(filter(_is_plain, view.tensors), _LOOKED_AT)
-            if any(self._pin or tensor.is_pinned() for tensor in some):
+            small = (SMALL * view.length - 1) // max(1, view.nbytes)  # in samples
+            self._longer_than = max(longer_than, small)
+            if view.length > self._longer_than and any(
+                self._pin or tensor.is_pinned() for tensor in some
+            ):
                 self._copying = self._accelerator.second_stream()
 
     def load(self, piece: Range, schedule: Schedule, *, cloned: bool) -> Any:

@@ -140,7 +140,10 @@ class BatchView:
             return self.sorted.piece(self._tree[0], start, stop)
         if self._rows is None:
             return self._tree[0].piece(start, stop)
-        parts = {key: tensor[start:stop] for key, tensor in self._rows.items()}
+        parts = {}
+        # not a comprehension, which is a call of its own: this runs for every piece
+        for key, tensor in self._rows.items():
+            parts[key] = tensor[start:stop]
         return kind_of(type(self.batch)).put(self.batch, parts)
 
     def example(self, size: int) -> tuple[int, int, float]:

@@ -103,10 +103,6 @@ class Attempt:
         """The node where its graph begins. A property, because wrapping a node takes time."""
         return None if self.graph is None else self.graph.grad_fn
 
-    def load(self, data: Any) -> None:
-        """Take the data of the piece."""
-        self.data = data
-
     def weigh(self, value: Any, counts: Counts, place: Place) -> None:
         """Take the loss that the user's step returned, with its weight in the batch.
 
@@ -121,8 +117,11 @@ class Attempt:
             weight = weights[None]
             if weight:
                 self.terms = (value,)
-                self.weight = torch.full_like(value, weight)
-                self.loss = value.detach() * self.weight
+                if weight == 1:
+                    self.loss = value.detach().clone()  # the user can edit its own
+                else:
+                    self.weight = torch.full_like(value, weight)
+                    self.loss = value.detach() * self.weight
                 self.graph = value
                 return
         terms, outputs = read_losses(value, counts.names)

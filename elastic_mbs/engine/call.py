@@ -177,25 +177,22 @@ class Call:
     def _prepare(self, piece: Range) -> Attempt | None:
         """Return an attempt with its snapshot and its data, or None where there was no memory."""
         parts = self.parts
-        snapshot, profile = parts.snapshot, parts.profile
-        attempt = Attempt(piece)
+        snapshot = parts.snapshot
         parts.report.watch.attempt()
         try:
             parts.peers.before_piece()
             if snapshot.start is None:
                 snapshot.take()
             else:
-                gradients = parts.gradients
-                reads = profile.draws or bool(gradients.full) or not gradients.settled
+                reads = parts.profile.draws or not parts.gradients.settled
                 snapshot.take_piece(read_streams=reads)
-            schedule = parts.progress.schedule
-            attempt.load(parts.loader.load(piece, schedule, cloned=parts.edits.copies))
+            data = parts.loader.load(piece, parts.progress.schedule, cloned=parts.edits.copies)
         except Exception as error:
-            if not self._failed(attempt, error):
+            if not self._failed(Attempt(piece), error):
                 raise
             return None
-        self.attempt = attempt
-        return attempt
+        self.attempt = Attempt(piece, data)
+        return self.attempt
 
     def begin(self, attempt: Attempt) -> None:
         """Start an attempt: put its hooks in place."""
@@ -227,7 +224,8 @@ class Call:
             return
         parts = self.parts
         gradients = parts.gradients
-        gradients.check_before(first=parts.progress.untouched)
+        if not gradients.unchanged():
+            gradients.check(first=parts.progress.untouched)
         parts.peers.before_backward(gradients, last=not parts.progress.schedule)
         attempt.weigh(value, parts.batch.counts, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
@@ -235,7 +233,8 @@ class Call:
             self.resources.monitor.request_reading(rested=True)
         if attempt.differentiable:
             parts.hooks.check_inputs()
-            gradients.prepare(attempt)
+            if not gradients.settled:
+                gradients.prepare(attempt)
             self.phase = _BACKWARD
             gradients.run(attempt)
         else:
@@ -283,24 +282,26 @@ class Call:
 
     def _commit(self, attempt: Attempt) -> None:
         parts = self.parts
-        profile = parts.profile
-        parts.snapshot.check_rates(first=not parts.progress.committed)
+        profile, progress, snapshot = parts.profile, parts.progress, parts.snapshot
+        if progress.committed:
+            snapshot.check_rates()
+        elif progress.schedule:  # others follow
+            snapshot.note_rates()
         if self._pass.training:
             if self.phase is not _COMMIT:
-                parts.gradients.check(first=parts.progress.untouched)
+                parts.gradients.check(first=progress.untouched)
                 raise LossError("the `with micro:` block ended without micro.backward(loss)")
             if parts.gradients.commit(attempt):
-                profile.learn_draws(parts.snapshot.drew_since_start())
-        if parts.snapshot.watches_buffers:
-            profile.learn_buffers(parts.snapshot.buffers_show_the_split())
+                profile.learn_draws(snapshot.drew_since_start())
+        if snapshot.watches_buffers:
+            profile.learn_buffers(snapshot.buffers_show_the_split())
         if not profile.seen:
             parts.edits.learn_from(attempt.data)
-        parts.progress.commit(attempt)
-        floor = self._floors.get(self._pass.training)
-        if floor is not None:
+        progress.commit(attempt)
+        if self._floors and (floor := self._floors.get(self._pass.training)) is not None:
             floor.committed(attempt.piece.start, attempt.piece.stop)
-        parts.edits.notice(parts.progress)
-        parts.snapshot.end_piece()
+        parts.edits.notice(progress)
+        snapshot.end_piece()
         self.attempt = None
         self.phase = _WAITING
 
@@ -349,7 +350,8 @@ class Call:
         gradients, progress, profile = parts.gradients, parts.progress, parts.profile
         training = parts.batch.training
         if training:
-            gradients.check_after(first=parts.progress.untouched)
+            if not gradients.unchanged(at_end=True):
+                gradients.check(first=parts.progress.untouched)
             check_nothing_lost(progress.committed, resources.retry)
         gradients.finish()
         parts.edits.notice(parts.progress)

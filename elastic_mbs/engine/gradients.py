@@ -105,20 +105,13 @@ class CallGradients:
 
     # ------------------------------------------------------------------ edits by other code
 
-    def check_before(self, *, first: bool) -> None:
-        """Check that no other code has changed a gradient since the last piece.
+    def unchanged(self, *, at_end: bool = False) -> bool:
+        """Return whether no other code has changed a gradient since the last piece.
 
         Args:
-            first: no piece of this call has run yet. Gradients that the caller clears now are no
-                error: the call begins without them.
+            at_end: the call ends, so each gradient is looked at. Between two pieces versions tell.
         """
-        if not self._ledger.unchanged(kept=self.settled and not first):
-            self.check(first=first)
-
-    def check_after(self, *, first: bool) -> None:
-        """Check the same at the end of the call, by a look at each gradient."""
-        if not self._ledger.unchanged():
-            self.check(first=first)
+        return self._ledger.unchanged(kept=self.settled and self._ran and not at_end)
 
     def check(self, *, first: bool) -> None:
         """Refuse gradients that other code has changed since the last piece.
@@ -145,8 +138,6 @@ class CallGradients:
         Once for a loss function; once a call where its graph reaches leaves outside the model;
         always after a failure.
         """
-        if self.settled:
-            return
         profile = self._profile
         known = profile.census_taken and (self._census_taken or not profile.extra_leaves)
         if known and not self._failed:

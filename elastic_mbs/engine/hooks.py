@@ -11,7 +11,9 @@ In the order in which they begin; they end in the reverse order:
     injector  the errors of a test (`elastic_mbs.testing`)
     guard     the limit on host memory
     largest   a look at the largest tensors, once a piece at the floor has failed
-    versions  edits in place raise versions, also under a dispatch mode of the user's
+    versions  edits in place raise versions under a dispatch mode of the user's, where there is one
+
+Mostly there is none of them: then an attempt begins and ends without a line for each.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 
 from elastic_mbs.batch.containers import tensors_in
-from elastic_mbs.dispatch import VersionsRaised
+from elastic_mbs.dispatch import VersionsRaised, hides_edits
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.progress import Progress
 from elastic_mbs.engine.shared.resources import Resources
@@ -134,6 +136,7 @@ class AttemptHooks:
 
     table: SavedTensorTable | None = None
     _first_node = 0  # the number of the first autograd node of the running attempt
+    _in_place: tuple[Hook, ...] = ()  # around the running attempt
 
     def __init__(
         self,
@@ -198,7 +201,6 @@ class AttemptHooks:
             hooks.append(_Guard(self._resources.guard))
         if self._largest is not None:
             hooks.append(self._largest)
-        hooks.append(VersionsRaised())
         self._hooks = tuple(hooks)
 
     def look(self) -> None:
@@ -209,7 +211,7 @@ class AttemptHooks:
         """
         if self._largest is None and not any(map(is_compiled, self._resources.model.met)):
             self._largest = LargestTensors(self._module_names)
-            self._hooks = (*self._hooks[:-1], self._largest, self._hooks[-1])
+            self._hooks = (*self._hooks, self._largest)
 
     def look_away(self) -> None:
         """Look at no tensors in the attempts from here on."""
@@ -244,11 +246,15 @@ class AttemptHooks:
 
     def begin(self, attempt: Attempt) -> None:
         """Put the hooks in place."""
+        hooks = (*self._hooks, VersionsRaised()) if hides_edits() else self._hooks
+        if not hooks:
+            return
         self._running[:] = [attempt]
         self._seen.clear()
         if self.table is not None:
             self._first_node = torch._C._autograd._get_sequence_nr()
-        for hook in self._hooks:
+        self._in_place = hooks
+        for hook in hooks:
             hook.__enter__()
 
     def check_inputs(self) -> None:
@@ -257,7 +263,8 @@ class AttemptHooks:
         Raises:
             ReplayUnsafeError: an input was edited in place.
         """
-        self._inputs.check(self.table)
+        if self._in_place:
+            self._inputs.check(self.table)
 
     def end(self, error: BaseException | None = None) -> None:
         """Take the hooks away, of an attempt that ends by `error` if there is one.
@@ -266,10 +273,13 @@ class AttemptHooks:
         """
         if error is not None:
             close_checkpoints(error)  # their hooks are above ours
+        if not self._in_place:
+            return
         self._running.clear()
         self._inputs.clear()
-        for hook in reversed(self._hooks):
+        for hook in reversed(self._in_place):
             hook.__exit__(None, None, None)
+        self._in_place = ()
 
     def drop_graph(self, terms: tuple[torch.Tensor, ...]) -> None:
         """Release the saved tensors of a failed attempt that the user's frame still holds.

@@ -68,8 +68,8 @@ class Progress:
         self.committed.append(attempt)
         attempt.succeed()
         self.failures_in_row = 0
-        piece, failed_at = attempt.piece, self._failed_at
-        if failed_at is not None and piece.start <= failed_at < piece.stop:
+        failed_at = self._failed_at
+        if failed_at is not None and attempt.piece.start <= failed_at < attempt.piece.stop:
             self._failed_at = None
 
     def in_order(self) -> list[Attempt]:

@@ -36,8 +36,7 @@ class Snapshot:
     _modes = Modes()  # of the modules, when the call's first attempt began
     _attempt_modes = Modes()  # of the modules, when the running attempt began
     _rates = Rates()  # when the call's first attempt began
-    _attempt_rates = Rates()  # when the running attempt began
-    _later_rates = Rates()  # when the call's first piece had ended
+    _later_rates: Rates | None = None  # when the call's first piece had ended, and from then on
     _number = 0  # of the call, in which the copies of the buffers were taken
     _grad_enabled: bool = True  # when the running attempt began
 
@@ -79,12 +78,17 @@ class Snapshot:
         self.piece = None
 
     def take_modes(self) -> None:
-        """Take the modules' modes, the gradient mode and the rates, as an attempt begins."""
+        """Take the modules' modes and the gradient mode as an attempt begins; at first the rates.
+
+        The rates stay as the first piece leaves them, so later attempts need no look at them.
+        """
         self._grad_enabled = torch.is_grad_enabled()
         self._attempt_modes = self._resources.model.training()
-        self._attempt_rates = Rates.of(filter(self._resources.trains, optimizers()))
         if not self._modes.modules:
-            self._modes, self._rates = self._attempt_modes, self._attempt_rates
+            self._modes, self._rates = self._attempt_modes, self._rates_now()
+
+    def _rates_now(self) -> Rates:
+        return Rates.of(filter(self._resources.trains, optimizers()))
 
     # ------------------------------------------------------------------ putting it back
 
@@ -92,7 +96,7 @@ class Snapshot:
         """Put the modules' modes, the gradient mode and the rates back to the attempt's start."""
         torch.set_grad_enabled(self._grad_enabled)
         self._resources.model.restore(self._attempt_modes)
-        self._attempt_rates.put_back()
+        (self._later_rates or self._rates).put_back()
 
     def restore_piece(self) -> None:
         """Put streams and buffers back to the start of the running piece.
@@ -132,6 +136,7 @@ class Snapshot:
     def unwind_modes(self) -> None:
         """Put the modules' modes and the rates back to the start of the call's first attempt."""
         self._resources.model.restore(self._modes)
+        self._later_rates = None
         self._rates.put_back()
 
     def unwind(self) -> str | None:
@@ -157,19 +162,17 @@ class Snapshot:
 
     # ------------------------------------------------------------------ what has changed since
 
-    def check_rates(self, *, first: bool) -> None:
-        """Refuse a learning rate that has moved since the call's first piece ended.
+    def note_rates(self) -> None:
+        """Note the rates as the call's first piece has left them: later ones must not move them."""
+        self._later_rates = self._rates_now()
 
-        Args:
-            first: no other piece has committed yet.
+    def check_rates(self) -> None:
+        """Refuse a learning rate that has moved since the call's first piece ended.
 
         Raises:
             StepInsideError: a rate has moved.
         """
-        if first:
-            self._later_rates = self._attempt_rates.now()
-            return
-        change = self._later_rates.change()
+        change = None if self._later_rates is None else self._later_rates.change()
         if change is not None:
             raise StepInsideError(
                 f"a learning rate went from {change} inside the step function, which runs once "

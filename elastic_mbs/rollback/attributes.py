@@ -106,10 +106,14 @@ class Numbers(NamedTuple):
         return cls(modules, own, sizes, owners, names, values)
 
     def now(self) -> Numbers:
-        """Return the numbers of the same modules as they are now."""
+        """Return the numbers of the same modules as they are now; itself where none has changed."""
+        if not self.own:
+            return self
         if list(map(len, self.own)) != self.sizes:
             return Numbers.of(self.modules)
         values = list(map(dict.get, self.owners, self.names, repeat(ABSENT)))
+        if all(map(is_, values, self.values)):
+            return self
         if not _PLAIN_TYPES.issuperset(map(type, values)):
             # Features that a module puts in the place of a number must not be kept alive.
             values = [value if isinstance(value, PLAIN) else ABSENT for value in values]

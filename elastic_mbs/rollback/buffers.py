@@ -95,6 +95,11 @@ class _Layout:
         """True if a look after each piece can show that something else changes."""
         return bool(self.still.names) or not self.known
 
+    @cached_property
+    def kept(self) -> bool:
+        """True if there is state to keep for each piece."""
+        return bool(self.changing.names or self.numbers.own or self.containers)
+
 
 class BufferCopies:
     """Copies of the state that the forward changes, at the call's start and at the piece's start.
@@ -294,21 +299,22 @@ class BufferCopies:
         It comes before everything else of the piece that can fail.
         """
         self._piece = None
-        self._piece = self._take(1)
+        self._piece = self._take(1) if self._layout.kept else NOTHING
 
     def _take(self, memory: int) -> Snapshot:
         """Return the state that changes, with its values."""
-        changing, known = self._layout.changing, self._layout.numbers
-        numbers = known.now()
-        if numbers.sizes is not known.sizes:  # modules have other attributes now
-            self._layout = replace(self._layout, numbers=numbers)
+        layout = self._layout
+        numbers = layout.numbers.now()
+        if numbers.sizes is not layout.numbers.sizes:  # modules have other attributes now
+            self._layout = replace(layout, numbers=numbers)
         containers = [
             Contents.of(module, name)
-            for module, name in self._layout.containers
+            for module, name in layout.containers
             if isinstance(vars(module).get(name), CONTAINERS)
         ]
+        changing = layout.changing
         if not changing.names:
-            return NOTHING._replace(numbers=numbers, containers=containers)
+            return Snapshot(changing, [], [], [], numbers, containers)
         tensors = changing.hanging()
         kept = self._memory[memory].take(tensors)
         return Snapshot(changing, tensors, kept, versions(tensors), numbers, containers)

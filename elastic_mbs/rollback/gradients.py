@@ -157,9 +157,11 @@ class Ledger:
         )
 
     def _note_contents(self) -> None:
+        if not hides_edits():
+            self._contents = None
+            return
         grads, _, extra, _ = self._noted
-        every = chain(grads, map(_GRAD, extra.values()))
-        self._contents = Contents(every) if hides_edits() else None
+        self._contents = Contents(chain(grads, map(_GRAD, extra.values())))
 
     def unchanged(self, *, kept: bool = False) -> bool:
         """Return whether all gradients are the same tensors, and nothing was written to them.
@@ -220,7 +222,8 @@ class Ledger:
         if commits not in expected:
             return False
         self._noted = seen
-        self._note_contents()
+        if self._contents is not None or hides_edits():
+            self._note_contents()
         return True
 
     def check_kept(self, seen: Observation | None = None) -> None:

@@ -7,8 +7,6 @@ behind.
 
 from __future__ import annotations
 
-import importlib
-import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_mbs.device import RandomStream, accelerator_of
+from elastic_mbs.rollback.host_streams import numpys_stream, pythons_stream
 
 _GET_STATE = methodcaller("get_state")
 _Accessors = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads a state, puts one back
@@ -33,8 +32,9 @@ class StreamState(NamedTuple):
 class RandomStreams:
     """Every random stream that a step can draw from.
 
-    torch's generators take 1 to 8 µs each to read. Python's and numpy's take 45 µs together: they
-    are read at the call's start, and before each piece once they have moved in a call.
+    torch's generators take 1 to 8 µs each to read. Python's and numpy's take 45 µs together where
+    they have moved: they are read at the call's start, and before each piece once they have moved
+    in a call.
 
     Args:
         generators: the user's own, besides those that belong to the process.
@@ -50,7 +50,8 @@ class RandomStreams:
             if accelerator is not None:
                 self._defaults.append(accelerator.random_stream)
         self._torch = self._defaults
-        self._hosts: list[_Accessors] = [(random.getstate, random.setstate)]
+        python = pythons_stream()
+        self._hosts: list[_Accessors] = [(python.get_state, python.set_state)]
         self._numpy: list[_Accessors] = []  # its global stream, once it is known
         self._given: list[Any] = []  # the user's own, as they were given
         self.draws_on_host = False
@@ -83,8 +84,8 @@ class RandomStreams:
         if not self._numpy and "numpy" in sys.modules:
             # Here, because numpy itself loads it when a step first draws, and its stream would then
             # not have been read.
-            numpy: Any = importlib.import_module("numpy.random")
-            self._numpy.append((partial(numpy.get_state, legacy=False), numpy.set_state))
+            numpy = numpys_stream()
+            self._numpy.append((numpy.get_state, numpy.set_state))
             self._hosts = [*self._hosts, *self._numpy]
         return StreamState(generators, tuple([get() for get, _ in self._hosts]))
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, Headroom, MemoryOptions, Policy, count_tokens
+from elastic_mbs.batch import transfer
 from elastic_mbs.dispatch import VersionedMode, run
 from elastic_mbs.engine import edits
 from elastic_mbs.memory import CudaSensor
@@ -100,9 +101,9 @@ class CopiesToTheDevice(VersionedMode):
 def test_the_next_piece_is_copied_ahead_in_a_stream_of_its_own(
     gpu: torch.device, prefetch: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        edits, "SMALL", 0
-    )  # of a small batch the first call makes copies, not ahead
+    # Of a small batch the first call makes copies, and no small piece is copied ahead.
+    monkeypatch.setattr(edits, "SMALL", 0)
+    monkeypatch.setattr(transfer, "SMALL", 0)
     model, batch = wide(gpu), batch_on(torch.device("cpu"), 64)
     partition = tuple(pairwise(range(0, 80, 16)))
     wanted = by_hand(model, batch_on(gpu, 64), partition)

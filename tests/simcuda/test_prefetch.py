@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import Event, OutOfMemory, cut, register_splitter
+from elastic_mbs.batch import transfer
 from elastic_mbs.batch.containers import splitters
 from elastic_mbs.dispatch import VersionedMode, run
 from elastic_mbs.engine import edits
@@ -36,8 +37,9 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take batches for large ones: of a small one the first call makes copies, not ahead."""
+    """Take batches for large ones: of a small one the first call makes copies, none is ahead."""
     monkeypatch.setattr(edits, "SMALL", 0)
+    monkeypatch.setattr(transfer, "SMALL", 0)
 
 
 def pinned(n: int = 8) -> Pair:
@@ -86,6 +88,7 @@ class Queued(VersionedMode):
 
 
 def see_the_order(line: Callable[[object], None]) -> None:
+    transfer.SMALL = 0  # in a process of its own
     model, wanted = on_device()
     batch, simulation = pinned(), Simulation()
     mbs = elastic(model, micro_batch_size=2)
@@ -203,6 +206,19 @@ def test_out_of_memory_at_any_operation_leaves_the_exact_gradient(
         if injected.count <= after and not result.ooms:
             break
     assert 30 < struck < 299
+
+
+def test_no_small_piece_is_copied_ahead(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = on_device()
+    batch = pinned()
+    half = sum(each.nbytes for each in batch) // 2
+    for small, copied in ((half, True), (half + 1, False)):
+        monkeypatch.setattr(transfer, "SMALL", small)
+        before = simulation.calls("cudaStreamWaitEvent")
+        elastic(model, micro_batch_size=4).backward(cross_entropy(model), batch)
+        assert (simulation.calls("cudaStreamWaitEvent") > before) == copied
 
 
 class NoCopies(InjectOOM):

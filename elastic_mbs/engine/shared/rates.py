@@ -22,47 +22,39 @@ class Rates(NamedTuple):
 
     groups: Sequence[dict[str, Any]] = ()
     values: Sequence[Any] = ()  # numbers, or tensors that hold one
-    kept: Sequence[Any] = ()  # the same, with copies of the tensors
-    versions: Sequence[int] = ()  # of the tensors
+    tensors: Sequence[tuple[Tensor, Tensor, int]] = ()  # these, their copies and their versions
 
     @classmethod
     def of(cls, optimizers: Iterable[Optimizer]) -> Rates:
         """Return the learning rates of these optimizers as they are now."""
-        return cls(list(chain.from_iterable(map(_GROUPS, optimizers)))).now()
-
-    def now(self) -> Rates:
-        """Return the rates of the same groups as they are now."""
-        values = _rates(self.groups)
-        kept = [each.detach().clone() if isinstance(each, Tensor) else each for each in values]
-        return Rates(self.groups, values, kept, _versions(values))
+        groups = list(chain.from_iterable(map(_GROUPS, optimizers)))
+        values = list(map(dict.get, groups, repeat("lr")))
+        tensors = [
+            (each, each.detach().clone(), each._version)
+            for each in values
+            if isinstance(each, Tensor)
+        ]
+        return cls(groups, values, tensors)
 
     def change(self) -> str | None:
         """Return a rate that is another one now, as text: before and now."""
-        now = _rates(self.groups)
-        if now == self.values and _versions(now) == self.versions:
-            return None
-        for before, version, value, kept in zip(
-            self.values, self.versions, now, self.kept, strict=True
-        ):
-            if value is not before or _versions([value]) != [version]:
-                return f"{_text(kept)} to {_text(value)}"
+        now = list(map(dict.get, self.groups, repeat("lr")))
+        if now != self.values:
+            for before, value in zip(self.values, now, strict=True):
+                if value is not before and value != before:
+                    return f"{_text(before)} to {_text(value)}"
+        for tensor, kept, version in self.tensors:
+            if tensor._version != version:
+                return f"{_text(kept)} to {_text(tensor)}"
         return None
 
     def put_back(self) -> None:
         """Set every rate as it was."""
-        for group, value, kept in zip(self.groups, self.values, self.kept, strict=True):
-            if isinstance(value, Tensor):
-                value.data.copy_(kept)
+        for tensor, kept, _ in self.tensors:
+            tensor.data.copy_(kept)
+        for group, value in zip(self.groups, self.values, strict=True):
             if "lr" in group:
                 group["lr"] = value
-
-
-def _rates(groups: Sequence[dict[str, Any]]) -> list[Any]:
-    return list(map(dict.get, groups, repeat("lr")))
-
-
-def _versions(values: Iterable[Any]) -> list[int]:
-    return list(map(getattr, values, repeat("_version"), repeat(0)))
 
 
 def _text(rate: Any) -> str:

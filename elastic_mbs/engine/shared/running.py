@@ -26,8 +26,8 @@ _thread = threading.local()
 # The calls of all threads: a backward on a GPU has a thread of its own, and an optimizer could step
 # there.
 _running: list[Any] = []
-# The optimizers that have stepped since the first call of the process.
-_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# The optimizers that have stepped since the first call of the process, by their ids.
+_stepped: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = weakref.WeakValueDictionary()
 
 
 def running_call() -> Any:
@@ -123,12 +123,13 @@ def _hook_steps() -> None:
 
 def optimizers() -> list[torch.optim.Optimizer]:
     """Return the optimizers that have stepped since the first call of the process."""
-    return list(_stepped)
+    # a list of references: to loop over a weak collection takes ten times as long
+    return [each for reference in _stepped.valuerefs() if (each := reference()) is not None]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _check_step(optimizer, type(optimizer).__name__)
-    _stepped.add(optimizer)
+    _stepped[id(optimizer)] = optimizer
     for observer in tuple(_observers):  # after the checks: a step that is refused has not begun
         observer.step_begins(optimizer, closure=len(args) > 1 or bool(kwargs))
 
