@@ -31,7 +31,6 @@ class FittedCurve(PeakCurve):
         self._sizes: list[float] = []
         self._peaks: list[int] = []
         highest = 0  # a larger size has no smaller peak
-        highest = 0  # a larger size has no smaller peak
         for x, peak in sorted(points):
             highest = max(highest, peak)
             if self._sizes and x == self._sizes[-1]:

@@ -77,7 +77,7 @@ class Row(NamedTuple):
 class Notes:
     """Notes of the ranks for each other, in the store of the job. No look waits without a limit.
 
-    A store answers never where a machine was cut off: nothing ends the read of its socket.
+    Where a machine was cut off, the store never answers: nothing ends the read of its socket.
 
     Attributes:
         silent: the store did not answer in time.

@@ -169,8 +169,7 @@ class Call:
                 raise self.left_early("a micro-batch was not entered with `with micro:`")
             piece = self.parts.progress.next()
             assert piece is not None  # the last one has ended the pass
-            attempt = self._prepare(piece)
-            if attempt is not None:
+            if (attempt := self._prepare(piece)) is not None:
                 return attempt
         return None
 
@@ -184,8 +183,7 @@ class Call:
             if snapshot.start is None:
                 snapshot.take()
             else:
-                reads = parts.profile.draws or not parts.gradients.settled
-                snapshot.take_piece(read_streams=reads)
+                snapshot.take_piece(read_streams=parts.profile.draws or not parts.gradients.settled)
             data = parts.loader.load(piece, parts.progress.schedule, cloned=parts.edits.copies)
         except Exception as error:
             if not self._failed(Attempt(piece), error):
