@@ -66,8 +66,8 @@ def with_failures(run: random.Random, plan: Schedule) -> list[Range]:
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_of_thousands_of_random_batches_no_piece_is_above_the_budget(padded: bool) -> None:
-    for _ in range(1500):
+def test_no_piece_of_a_random_batch_is_above_the_budget(padded: bool) -> None:
+    for _ in range(500):
         lengths = drawn(RUN)
         if padded:
             lengths.sort(reverse=True)

@@ -63,7 +63,7 @@ def containers(n: int) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_joining_the_pieces_of_any_split_gives_the_batch_back(data: st.DataObject) -> None:
     # not 2 or 3: a list of as many alike parts is asked about
