@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Samples in a part of their memory: the smallest share of the activations that is enough.
 
-    python benchmarks/inside.py [NAME…] [--escalate auto] [--json FILE]
+    python benchmarks/inside.py [NAME…] [--escalate auto] [--half] [--json FILE]
 
 Each model runs one sample on a CPU under a `MemoryBudget`, which counts bytes, so a busy machine
 gives the same figures. The plain need is the peak of forward and backward above the weights and
@@ -9,6 +9,9 @@ the gradients: activations, logits and temporaries. With each share of it, from 
 one call of `backward` is made with `RecoveryOptions(escalate=)`; the first that ends well counts.
 Its gradient is compared with the plain one, in double precision. The language models need
 transformers; without it they are left out.
+
+With `--half` the time of a step in half of the plain need is measured instead, against a plain step
+with all memory, in turns: processor time, after the call that finds its way.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,14 +75,60 @@ class Row:
     reason: str = ""
 
 
-def measured(name: str, escalate: Any = "auto", shares: Sequence[float] = SHARES) -> Row:
-    """Return the smallest of the shares, in rising order, in which a sample trains."""
+@dataclass(frozen=True)
+class Half:
+    """The time of one model in half of its plain need.
+
+    Attributes:
+        name: the model.
+        seconds: processor time of a plain step, the least of the rounds.
+        slower: the time in half of the need over that of a plain step, the median of the rounds.
+        rungs: the steps that were taken, in words.
+    """
+
+    name: str
+    seconds: float
+    slower: float
+    rungs: tuple[str, ...]
+
+
+def halved(name: str, escalate: Any = "auto", rounds: int = 5) -> Half:
+    """Return the time of a step in half of the plain need."""
     made = subject(name)
+    gradients, plain = _needs(made)
+    made.model.zero_grad()
+    rungs: tuple[str, ...] = ()
+    alone, ratios = list[float](), list[float]()
+    for _ in range(rounds):
+        with MemoryBudget(AMPLE, [made.model, made.sample]):
+            alone.append(_seconds(lambda: made.loss_of(made.sample).backward()))
+        made.model.zero_grad()
+        seconds = list[float]()
+        rungs = _trained(made, gradients + plain // 2, escalate, seconds)
+        ratios.append(seconds[0] / alone[-1])
+        made.model.zero_grad()
+    return Half(name, min(alone), statistics.median(ratios), rungs)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+def _needs(made: Subject) -> tuple[int, int]:
+    """Make a plain step; return the bytes of gradients, and of everything else that it took."""
     gradients = sum(each.nbytes for each in made.model.parameters())
     with MemoryBudget(AMPLE, [made.model, made.sample]) as budget:
         before = budget.live
         made.loss_of(made.sample).backward()
-        plain = budget.peak - before - gradients
+        return gradients, budget.peak - before - gradients
+
+
+def measured(name: str, escalate: Any = "auto", shares: Sequence[float] = SHARES) -> Row:
+    """Return the smallest of the shares, in rising order, in which a sample trains."""
+    made = subject(name)
+    gradients, plain = _needs(made)
     wanted = _gradients(made)
     reason = ""
     for share in shares:
@@ -102,8 +153,13 @@ def _error(made: Subject, wanted: Sequence[Tensor | None]) -> float:
     return error_of(_gradients(made), wanted, floor=1e-6)
 
 
-def _trained(made: Subject, room: int, escalate: Any) -> tuple[str, ...]:
-    """Run a call with so many bytes beside the weights; return the steps that it took."""
+def _trained(
+    made: Subject, room: int, escalate: Any, seconds: list[float] | None = None
+) -> tuple[str, ...]:
+    """Run a call with so many bytes beside the weights; return the steps that it took.
+
+    With `seconds` a second call is timed.
+    """
     events = list[Event]()
     with MemoryBudget(AMPLE, [made.model, made.sample]) as budget:
         budget.limit = budget.live + room
@@ -115,6 +171,9 @@ def _trained(made: Subject, room: int, escalate: Any) -> tuple[str, ...]:
             on_event=events.append,
         ) as mbs:
             mbs.backward(made.loss_of, made.sample)
+            if seconds is not None:
+                made.model.zero_grad()
+                seconds.append(_seconds(lambda: mbs.backward(made.loss_of, made.sample)))
     taken = [event for event in events if isinstance(event, Escalated)]
     last = {event.by: f"{event.by} ({event.part})" if event.part else event.by for event in taken}
     return tuple(last.values())
@@ -134,12 +193,33 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join([reached, *(f"{row.name} needs more: {row.reason}" for row in missed)])
 
 
+def _table(names: Sequence[str], escalate: Any) -> list[Row]:
+    print(f"{'model':20}  {'plain':>9}  {'share':>5}  {'error':>7}  rungs")
+    rows = list[Row]()
+    for name in names:
+        rows.append(measured(name, escalate))
+        print(line(rows[-1]), flush=True)
+    print(summary(rows))
+    return rows
+
+
+def _half_table(names: Sequence[str], escalate: Any) -> list[Half]:
+    print(f"{'model':20}  {'seconds':>7}  slower  rungs")
+    rows = list[Half]()
+    for name in names:
+        rows.append(row := halved(name, escalate))
+        way = ", ".join(row.rungs)
+        print(f"{name:20}  {row.seconds:7.3f}  {row.slower:4.2f} ×  {way}", flush=True)
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; return 0."""
     names = [*(LANGUAGE if find_spec("transformers") else ()), *BY_HAND]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--escalate", nargs="+", default=["auto"], help="rungs, or auto")
+    parser.add_argument("--half", action="store_true", help="times in half of the plain need")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     given = parser.parse_args(argv)
     if unknown := set(given.names) - set(names):
@@ -147,12 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     escalate = "auto" if given.escalate == ["auto"] else tuple(given.escalate)
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    print(f"{'model':20}  {'plain':>9}  {'share':>5}  {'error':>7}  rungs")
-    rows = list[Row]()
-    for name in given.names or names:
-        rows.append(measured(name, escalate))
-        print(line(rows[-1]), flush=True)
-    print(summary(rows))
+    names = given.names or names
+    rows: Sequence[Row | Half]
+    rows = _half_table(names, escalate) if given.half else _table(names, escalate)
     if given.json is not None:
         found = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
         given.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -230,10 +230,18 @@ class Tokens(Protocol):
         At least 1: a sample cannot be cut.
         """
 
+    def best(self, budget: int, overhead: float) -> Most:
+        """Return how many samples to take from each on, so that pieces of the rest cost least.
+
+        A piece costs its tokens, and an overhead in tokens.
+        """
+
 
 @dataclass(frozen=True, eq=False)
 class PaddedTokens:
     """Samples that are padded to the first one of their piece, which is the longest."""
+
+    TRIED = 32  # ends of a piece that are compared, at most
 
     lengths: Sequence[int]  # never rising
 
@@ -243,6 +251,22 @@ class PaddedTokens:
 
     def most(self, at: int, budget: int) -> int:
         return max(1, budget // self.lengths[at])
+
+    def best(self, budget: int, overhead: float) -> Most:
+        """Return how many samples to take, by the best ends for all samples from the last on.
+
+        The longer the first sample, the earlier is the best end, so the search is short.
+        """
+        end = len(self.lengths)
+        cost, ends = [0.0] * (end + 1), [end] * (end + 1)
+        for at in reversed(range(end)):
+            length, last = self.lengths[at], min(ends[at + 1], at + self.most(at, budget))
+            stops = range(last, at, -1 - (last - at) // self.TRIED)
+            costs = [(stop - at) * length + cost[stop] for stop in stops]
+            least = min(costs)
+            ends[at] = stops[costs.index(least)]
+            cost[at] = least + overhead
+        return lambda at: ends[at] - at
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,17 +286,22 @@ class RowTokens:
     def most(self, at: int, budget: int) -> int:
         return max(1, bisect_right(self._before, self._before[at] + budget) - 1 - at)
 
+    def best(self, budget: int, overhead: float) -> Most:
+        """Return as many samples as fit: there is no padding, so the fewest pieces cost least."""
+        return lambda at: self.most(at, budget)
+
 
 @dataclass(frozen=True, eq=False)
 class TokenBudget:
     """The most tokens of a piece, for one batch.
 
-    A sample that is longer than the budget is a piece by itself. A piece is a range of samples, and
-    a part of a piece has no more tokens than the whole one. So taking as many samples as fit makes
-    the fewest pieces.
+    A sample that is longer than the budget is a piece by itself.
     """
 
-    FINE = 64  # pieces are balanced to this fraction of the budget
+    FINE = 8  # pieces are balanced to this fraction of the budget
+    # A piece's overhead is taken to be this fraction of the budget: one piece more has to save as
+    # much padding.
+    OVERHEAD = 16
 
     tokens: Tokens
     budget: int
@@ -292,17 +321,15 @@ class TokenBudget:
         Args:
             cut: cuts by the most samples that a piece may have, and perhaps by other limits.
         """
-        found = cut(self._most_of(self.budget))
+        overhead = self.budget / self.OVERHEAD
+        found = cut(self.tokens.best(self.budget, overhead))
         low, high = 0, self.budget  # too small, or not known to be; as few pieces
         step = max(1, self.budget // self.FINE)
         while high - low > step:
             middle = (low + high) // 2
-            pieces = cut(self._most_of(middle))
+            pieces = cut(self.tokens.best(middle, overhead))
             if len(pieces) > len(found):
                 low = middle
             else:
                 high, found = middle, pieces
         return found
-
-    def _most_of(self, budget: int) -> Most:
-        return lambda at: self.tokens.most(at, budget)

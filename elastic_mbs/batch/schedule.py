@@ -55,10 +55,11 @@ class Schedule:
         # The size at which the budget is the only limit, in samples.
         self.largest = counts.n if costs is None else costs.samples
         self._size = 0
+        self._by_tokens: Partition = ()  # the batch, where the budget is the only limit
         self.restart()
         if costs is not None and budget is not None:
-            by_tokens = self._cut(self._rests[0], NO_LIMIT)
-            self.largest = max(costs.worth(start, stop) for start, stop in by_tokens)
+            self._by_tokens = self._cut(self._rests[0], NO_LIMIT)
+            self.largest = max(costs.worth(start, stop) for start, stop in self._by_tokens)
 
     def restart(self) -> None:
         """Drop all progress: the batch runs from its start."""
@@ -94,6 +95,8 @@ class Schedule:
                 start, stop, size, lambda at: self._most, minimum=minimum, align=align
             )
         if size >= self.largest:
+            if len(rest) == self._most == self._counts.n and self._by_tokens:
+                return self._by_tokens
             size = NO_LIMIT
         return self.budget.balanced(
             lambda most: costs.partition(start, stop, size, lambda at: min(most(at), self._most))

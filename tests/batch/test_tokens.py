@@ -15,6 +15,7 @@ from elastic_mbs.batch.pieces import (
     Costs,
     PaddedCosts,
     PaddedTokens,
+    Partition,
     RowCosts,
     RowTokens,
     TokenBudget,
@@ -79,35 +80,70 @@ def test_no_piece_of_a_random_batch_is_above_the_budget(padded: bool) -> None:
         assert ran == list(range(len(lengths)))
 
 
-def fewest(lengths: Sequence[int], budget: int, *, padded: bool) -> int:
-    """Return the least number of ranges within the budget, found by trying all last ranges."""
-    best = [0] + [len(lengths)] * len(lengths)
+def least(lengths: Sequence[int], budget: int, overhead: float, *, padded: bool) -> float:
+    """Return the least tokens of ranges within the budget, with an overhead for each range.
+
+    It is found by trying all last ranges.
+    """
+    best = [0.0] + [float("inf")] * len(lengths)
     for stop in range(1, len(lengths) + 1):
         for start in range(stop):
-            fits = tokens_of(lengths[start:stop], padded=padded) <= budget
-            if fits or stop - start == 1:
-                best[stop] = min(best[stop], best[start] + 1)
+            tokens = tokens_of(lengths[start:stop], padded=padded)
+            if tokens <= budget or stop - start == 1:
+                best[stop] = min(best[stop], best[start] + tokens + overhead)
     return best[-1]
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=14), st.integers(1, 90), st.booleans())
-def test_pieces_are_the_fewest_that_there_can_be_and_balanced(
-    lengths: list[int], budget: int, padded: bool
-) -> None:
-    if padded:
-        lengths.sort(reverse=True)
+def cut(lengths: Sequence[int], budget: int, *, padded: bool) -> Partition:
     tokens = PaddedTokens(lengths) if padded else RowTokens(lengths)
     costs = RowCosts([1] * len(lengths))  # no limit beside the budget
-    pieces = TokenBudget(tokens, budget).balanced(
+    return TokenBudget(tokens, budget).balanced(
         lambda most: costs.partition(0, len(lengths), NO_LIMIT, most)
     )
-    assert len(pieces) == fewest(lengths, budget, padded=padded)
-    largest = max(
-        (tokens_of(lengths[a:b], padded=padded) for a, b in pieces if b - a > 1), default=0
-    )
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=14), st.integers(1, 90))
+def test_pieces_of_packed_rows_are_the_fewest_that_there_can_be_and_balanced(
+    lengths: list[int], budget: int
+) -> None:
+    def fewest(budget: int) -> float:
+        return (least(lengths, budget, 10**6, padded=False) - sum(lengths)) // 10**6
+
+    pieces = cut(lengths, budget, padded=False)
+    assert len(pieces) == fewest(budget)
+    largest = max((sum(lengths[a:b]) for a, b in pieces if b - a > 1), default=0)
     smaller = largest - budget // TokenBudget.FINE - 1
     if smaller >= 1:  # a budget that is smaller by more than the balance is fine needs more pieces
-        assert fewest(lengths, smaller, padded=padded) > len(pieces)
+        assert fewest(smaller) > len(pieces)
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=14), st.integers(1, 400))
+def test_a_padded_piece_more_is_made_where_it_saves_its_overhead_of_padding(
+    lengths: list[int], budget: int
+) -> None:
+    lengths.sort(reverse=True)
+    pieces = cut(lengths, budget, padded=True)
+    overhead = budget / TokenBudget.OVERHEAD
+    positions = sum(tokens_of(lengths[a:b], padded=True) for a, b in pieces)
+    found = positions + overhead * len(pieces)
+    best = least(lengths, budget, overhead, padded=True)
+    assert found >= best - 1e-6
+    if len(pieces) == 1 or budget < TokenBudget.FINE:
+        assert found == pytest.approx(best)
+    # what balancing costs: with the budget that is left, nothing is better
+    largest = max((tokens_of(lengths[a:b], padded=True) for a, b in pieces if b - a > 1), default=0)
+    assert found <= least(lengths, max(1, largest), overhead, padded=True) + 1e-6
+
+
+def test_text_has_less_padding_than_in_as_many_pieces_of_as_many_samples() -> None:
+    run = random.Random(0)
+    for _ in range(20):
+        lengths = [min(320, max(4, round(run.lognormvariate(4.9, 0.6)))) for _ in range(64)]
+        lengths.sort(reverse=True)
+        pieces = cut(lengths, 8 * lengths[0], padded=True)
+        positions = sum(tokens_of(lengths[a:b], padded=True) for a, b in pieces)
+        by_samples = sum(8 * lengths[at] for at in range(0, 64, 8))
+        assert positions + len(pieces) * lengths[0] / 2 <= by_samples + 8 * lengths[0] / 2
 
 
 def test_the_largest_size_is_that_of_the_most_expensive_piece() -> None:

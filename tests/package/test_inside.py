@@ -34,3 +34,11 @@ def test_a_model_that_no_rung_helps_is_in_the_table_with_its_reason(
     assert found["rungs"] == ["logits"]
     assert found["share"] <= 0.25
     assert "1 of 1 in 0.25" in capsys.readouterr().out
+
+
+def test_the_time_in_half_of_the_need_is_that_of_a_step_with_rungs(tmp_path: Path) -> None:
+    out = tmp_path / "half.json"
+    assert inside.main(["diffusion MLP", "--half", "--json", str(out)]) == 0
+    (found,) = json.loads(out.read_text())["rows"]
+    assert found["rungs"]
+    assert found["slower"] > 0
