@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -138,14 +139,13 @@ class LockStep(Ranks):
         _check_collectives(units)
         self._units = units
         self._outer = _outermost(units)
-        self._sharded = _Sharded(units)
-        self.hooks = (OnlyGiven(model, _GIVE), self._sharded)
+        self.hooks = (OnlyGiven(model, _GIVE), _Sharded(units))
         # The engine has one leaf without a gradient: `fully_shard` adds gradients up by itself.
         self._leaf = torch.zeros(0, requires_grad=True)
-        self._parameters: list[DTensor] = []
-        self._follow(model)
-        mesh = self._parameters[0].device_mesh
-        super().__init__(mesh.get_group(), model, settings, retry)
+        self._parameters: list[DTensor] = []  # those that are trained
+        self._modules: list[nn.Module] = []  # of the model, for which these are
+        group = self._follow(model).get_group()
+        super().__init__(group, model, settings, retry)
         self._make_common_room(self._parameters)
         self._active = False  # collectives are made in a call of ours
         self._told = False  # the failure that this rank recovers from is known to all
@@ -157,8 +157,9 @@ class LockStep(Ranks):
         # gradients of shards that were there when this call began
         self._aside: list[tuple[DTensor, Tensor | None]] | None = None
 
-    def _follow(self, model: TrainedModel) -> None:
+    def _follow(self, model: TrainedModel) -> DeviceMesh:
         """Follow the model's parameters: which there are, and which are trained."""
+        self._modules = []  # until all is well
         found: dict[int, DTensor] = {}
         for name, parameter in chain.from_iterable(r.named_parameters() for r in model.roots):
             shard = check_parameter(name, parameter)
@@ -166,13 +167,18 @@ class LockStep(Ranks):
                 found[id(shard)] = shard
         if not found:
             raise UnsupportedError("fully_shard was applied to a model without parameters")
-        if any(each.device_mesh.ndim != 1 for each in found.values()):
+        meshes = {each.device_mesh for each in found.values()}
+        mesh = meshes.pop()
+        if meshes or mesh.ndim != 1:
             raise UnsupportedError(
-                "mode='lockstep' is for a mesh of one dimension: the sums over replicas (HSDP) are "
-                "made where nothing of ours can meet before them. Use mode='local'"
+                "mode='lockstep' is for one mesh of one dimension: the sums over replicas (HSDP) "
+                "are made where nothing of ours can meet before them. Use mode='local'"
             )
         self._parameters = [each for each in found.values() if each.requires_grad]
         model.replace(dict.fromkeys(found, self._leaf))
+        model.refresh()
+        self._modules = model.modules
+        return mesh
 
     # ------------------------------------------------------------------ meetings
 
@@ -292,14 +298,18 @@ class LockStep(Ranks):
     def begin(self) -> None:
         """Begin a training call; see `Peers`."""
         super().begin()
-        self._follow(self._model)
         self._start()
 
     def _start(self) -> None:
+        for unit in self._units:
+            unit.reshard()  # a forward outside of a call can have left it whole
+        model = self._model
+        if model.refresh() or model.modules is not self._modules:
+            self._follow(model)
+            self._make_common_room(self._parameters)
         self._over, self._told, self._served, self._aside = False, False, None, None
         self._summed_unused = list(map(torch_private.sums_unused, self._units))
         for index, unit in enumerate(self._units):
-            unit.reshard()  # a forward outside of a call can have left it whole
             # Sums then have one length, whichever parameters a piece has used.
             unit.set_reduce_scatter_unused_params(True, recurse=False)
             gather: Any = _Collective(self, Word.GATHER, index)
@@ -415,7 +425,6 @@ class LockStep(Ranks):
     def beside(self) -> Iterator[None]:
         """Return a block of an evaluation; see `Peers`."""
         self._come_back()
-        self._follow(self._model)
         self._met = False
         self._start()
         self._beside = True

@@ -186,7 +186,7 @@ def test_what_lock_step_does_not_do_is_refused_by_name() -> None:
                 error
                 == f"UnsupportedError: {name} is not supported with mode='lockstep': leave it out"
             )
-        assert "mode='lockstep' is for a mesh of one dimension" in replicas
+        assert "mode='lockstep' is for one mesh of one dimension" in replicas
         assert "has collectives of its own (object)" in own
         assert verify.startswith("UnsupportedError: verify() runs on one rank")
         assert older.startswith("UnsupportedError: mode='lockstep' needs torch 2.13")
