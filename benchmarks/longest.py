@@ -115,7 +115,7 @@ def chunked_loss(model: GPT, hidden: Tensor, ids: Tensor) -> Tensor:
     """Return the loss, with logits in chunks: by torch where it can, else by hand."""
     options = getattr(nn, "LinearCrossEntropyOptions", None)
     if options is not None:
-        loss: Tensor = functional.linear_cross_entropy(  # type: ignore[attr-defined]
+        loss: Tensor = functional.linear_cross_entropy(
             hidden, model.head.weight, shifted(ids), options=options()
         )
         return loss
