@@ -61,6 +61,7 @@ from elastic_mbs.batch.containers import (
     walk,
 )
 from elastic_mbs.batch.cut import Dims, Known, ListLayout
+from elastic_mbs.batch.foreign.graphs import is_graph
 from elastic_mbs.batch.ragged.fields import RaggedField
 from elastic_mbs.batch.ragged.keys import tells, well_known
 from elastic_mbs.batch.ragged.relations import Member, Placeholders, jagged
@@ -207,9 +208,13 @@ class Layout:
 
     def _custom(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         if kind.splitter is None:
-            raise _refusal(
-                path, f"of type {type_name(type(value))}", f"{kind.why}: {to_register(type(value))}"
-            )
+            remedy = f"{kind.why}: {to_register(type(value))}"
+            if is_graph(type(value)):
+                remedy = (
+                    "one graph is one sample, since its edges couple its nodes: give a Batch, or a "
+                    "list of graphs"
+                )
+            raise _refusal(path, f"of type {type_name(type(value))}", remedy)
         if isinstance(given, int):
             raise BatchError(
                 f"{where(path)} is of type {type_name(type(value))}: register_splitter says how "

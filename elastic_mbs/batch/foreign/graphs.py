@@ -29,7 +29,7 @@ def is_batch_of_graphs(cls: type) -> bool:
 
 def is_graph(cls: type) -> bool:
     """Return whether a type is one graph of PyTorch Geometric."""
-    names = ("stores", "__cat_dim__", "__inc__")
+    names = ("__cat_dim__", "__inc__")
     return not is_batch_of_graphs(cls) and all(hasattr(cls, name) for name in names)
 
 

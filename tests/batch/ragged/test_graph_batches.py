@@ -3,7 +3,7 @@
 The same promises for PyTorch Geometric and for a stand-in that cuts as it does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic_mbs.batch.containers import cached_kind, register_splitter, splitters
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 from tests.helpers import graphs as stand_in
@@ -215,3 +216,32 @@ def test_a_batch_of_graphs_with_several_kinds_of_nodes_is_cut() -> None:
     edges.edge_index = torch.tensor([[0], [6]])
     with pytest.raises(BatchError, match="edges between graphs"):
         BatchView(batch)
+
+
+@pytest.fixture
+def unregistered() -> Iterator[None]:
+    before = dict(splitters)
+    yield
+    splitters.clear()
+    splitters.update(before)
+    cached_kind.cache_clear()
+
+
+@PACKAGES
+@pytest.mark.usefixtures("unregistered")
+def test_a_splitter_of_one_graph_does_not_take_batches_of_graphs(package: Package) -> None:
+    data, batch = package().Data, collated(package(), [3, 1, 2])
+    register_splitter(data, length=lambda one: len(one.x), slice=lambda one, start, stop: one)
+    check(batch)
+    assert BatchView(data(x=torch.zeros(4, 2))).length == 4
+    register_splitter(package().Batch, length=lambda _: 7, slice=lambda one, start, stop: one)
+    assert BatchView(batch).length == 7
+
+
+@PACKAGES
+def test_one_graph_is_refused_without_a_line_that_would_cut_it(package: Package) -> None:
+    one = package().Data(x=torch.zeros(4, 2), edge_index=torch.zeros(2, 3).long())
+    with pytest.raises(BatchError, match="one graph is one sample") as caught:
+        BatchView(one)
+    assert "register_splitter" not in str(caught.value)
+    assert BatchView([one]).length == 1
