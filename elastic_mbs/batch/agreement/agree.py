@@ -11,8 +11,8 @@ from elastic_mbs.batch.agreement.texts import line_on
 from elastic_mbs.batch.containers import Path
 from elastic_mbs.batch.cut import Dims, ListLayout
 from elastic_mbs.batch.layout import Cut, Layout, Node, call, where
-from elastic_mbs.batch.ragged.relations import Placeholders
-from elastic_mbs.batch.ragged.settle import Belongs, settle
+from elastic_mbs.batch.ragged.relations import Belongs, Placeholders
+from elastic_mbs.batch.ragged.settle import settle
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 

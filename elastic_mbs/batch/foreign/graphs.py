@@ -204,7 +204,7 @@ class _Store:
     def _goes_with_edges(self, name: str, slices: Any, rows: int) -> bool:
         """Return whether a field has a row for each of the present edges."""
         before = self.old_slices.get("edge_index")
-        if self.edges is None or rows != int(self.edges[-1]):
+        if self.edges is None or rows != int(self.edges[-1]) or name in _OF_NODE:
             return False
         if self.order is None and slices is not None and _same(slices, self.edges):
             return False  # as it was collated

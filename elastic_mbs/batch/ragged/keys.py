@@ -8,6 +8,7 @@ are then read in the ordinary way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, Role, has_rows, kind_of, roles_in
 from elastic_mbs.batch.ragged import vision
-from elastic_mbs.batch.ragged.relations import How, Member, Part, Placeholders, Relation
+from elastic_mbs.batch.ragged.relations import (
+    Belongs,
+    How,
+    Member,
+    Part,
+    Placeholders,
+    Relation,
+)
 from elastic_mbs.batch.ragged.rows import whole_numbers
-from elastic_mbs.batch.ragged.settle import Belongs
 from elastic_mbs.errors import BatchError
 
 Parts = Mapping[Any, Any]
@@ -77,12 +84,19 @@ def _graphs(parts: Parts) -> Members:
         raise BatchError(f'"ptr" must begin with 0 and end with {len(batch)}, the number of nodes')
     found["batch"] = Member(relation, Part.NUMBER)
     of_edge = _edges(parts, relation, found)
-    links = -2 if of_edge is None else _rows(edges.T)  # type: ignore[union-attr]  # there are some
+    links = -2 if of_edge is None else len(of_edge.by)  # type: ignore[arg-type]  # a tensor
+    # where edge i lies in the graph of node i, both readings cut alike
+    alike = of_edge is not None and torch.equal(torch.as_tensor(batch).reshape(-1), of_edge.by)
     for key, value in parts.items():
-        if key not in found and _rows(value) == len(batch):
-            found[key] = Member(relation, Part.ROWS, sure=key in ("x", "pos", "z"))
-        elif key not in found and of_edge is not None and _rows(value) == links:
+        if key in found:
+            continue
+        rows, named = _rows(value), isinstance(key, str) and key.startswith("edge_")
+        if of_edge is not None and rows == links and (named or rows != len(batch)):
             found[key] = Member(of_edge, Part.ROWS, sure=key in ("edge_attr", "edge_weight"))
+        elif rows == len(batch):
+            sure = key in ("x", "pos", "z")
+            rival = rows == links and not (sure or alike)
+            found[key] = Member(relation, Part.ROWS, sure=sure, rival=rival)
     return found
 
 
@@ -116,7 +130,7 @@ def _edges(parts: Parts, nodes: Relation, found: Members) -> Relation | None:
     index = torch.as_tensor(batch)[edges]
     if not torch.equal(index[0], index[1]):
         raise BatchError('"edge_index" has edges between the graphs of "batch": they cannot be cut')
-    of_edge = Relation(How.INDEX, index[0])
+    of_edge = Relation(How.INDEX, index[0], belongs=Belongs.EDGES)
     found["edge_index"] = Member(of_edge, Part.POINTERS, 1, into=nodes)
     return of_edge
 
@@ -259,6 +273,13 @@ def well_known(
     keys = [key for key in _BY_KEY if key in (unsaid if key == "offsets" else free)]
     for rule in dict.fromkeys(_BY_KEY[key] for key in keys):
         found |= rule(free)
+    of_edge = found["edge_index"].relation if "edge_index" in found else None
+    for key, member in found.items():
+        reading = known.get((*path, key))
+        if member.rival and reading is Belongs.ROWS:
+            found[key] = replace(member, rival=False)
+        elif member.rival and reading is Belongs.EDGES and of_edge is not None:
+            found[key] = replace(member, relation=of_edge, rival=False)
     return {
         key: member
         for key, member in found.items()
