@@ -100,6 +100,34 @@ def _graphs(parts: Parts) -> Members:
     return found
 
 
+def _refuse_numbers_of_nodes(key: Any, value: Any, graph_of: Tensor) -> None:
+    """Refuse numbers of nodes, which nothing renumbers in a piece: `train_index`, pairs of nodes.
+
+    A field is taken for them by its name, if it has another number of rows than there are nodes and
+    graphs, or each graph's row is the number of one of its nodes.
+    """
+    named = isinstance(key, str) and ("index" in key or "indices" in key)
+    if not named or not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        return
+    if not value.numel() or not value.ndim or not len(graph_of):
+        return
+    numbers = value.detach().reshape(-1).to(graph_of.device).long()
+    if not 0 <= int(numbers.min()) <= int(numbers.max()) < len(graph_of):
+        return
+    graphs = torch.arange(int(graph_of.max()) + 1, device=graph_of.device)
+    if value.ndim == 1 and len(numbers) == len(graph_of) > len(graphs):
+        return
+    one_each = value.ndim == 1 and len(numbers) == len(graphs) > 1
+    if one_each and not torch.equal(graph_of[numbers], graphs):
+        return
+    raise BatchError(
+        f'"{key}" can hold numbers of nodes, which are others in a piece\n'
+        "  if so, give a mask with one value per node in its place, or put the batch into a class "
+        "of yours and register_splitter(ThatClass, ...)\n"
+        "  if not, say in dims= how it is cut"
+    )
+
+
 def _refuse_lone_edges(edges: Any, ptr: Any) -> None:
     """Refuse edges (2, E) without the graph of each node: they would be cut as two samples."""
     if not isinstance(edges, Tensor) or edges.is_floating_point() or edges.shape[:-1] != (2,):
@@ -273,13 +301,27 @@ def well_known(
     keys = [key for key in _BY_KEY if key in (unsaid if key == "offsets" else free)]
     for rule in dict.fromkeys(_BY_KEY[key] for key in keys):
         found |= rule(free)
-    of_edge = found["edge_index"].relation if "edge_index" in found else None
+    if "edge_index" in found:
+        _check_numbers(parts, unsaid, found)
+    return _with_known(found, path, known)
+
+
+def _check_numbers(parts: Parts, unsaid: Parts, found: Members) -> None:
+    of_edge, graph_of = found["edge_index"].relation, torch.as_tensor(parts["batch"]).reshape(-1)
+    for key in [key for key in unsaid if key != "edge_index"]:
+        of_edges = key in found and found[key].relation is of_edge
+        if not (of_edges and unsaid[key].ndim == 1):
+            _refuse_numbers_of_nodes(key, unsaid[key], graph_of)
+
+
+def _with_known(found: Members, path: Path, known: Mapping[Path, Any]) -> Members:
+    """Return the members as earlier batches have shown them."""
     for key, member in found.items():
         reading = known.get((*path, key))
         if member.rival and reading is Belongs.ROWS:
             found[key] = replace(member, rival=False)
-        elif member.rival and reading is Belongs.EDGES and of_edge is not None:
-            found[key] = replace(member, relation=of_edge, rival=False)
+        elif member.rival and reading is Belongs.EDGES:
+            found[key] = replace(member, relation=found["edge_index"].relation, rival=False)
     return {
         key: member
         for key, member in found.items()

@@ -164,3 +164,37 @@ def test_a_field_is_not_asked_about_where_nodes_and_edges_are_cut_alike() -> Non
     edges = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [1, 2, 0, 4, 5, 6, 3]])
     batch = cycles(edge_index=edges, distance=torch.arange(7))
     assert BatchView(batch).piece(1, 2)["distance"].tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("train_index", [0, 4, 6]),
+        ("train_index", [0, 3]),  # one node of each graph
+        ("edge_label_index", [[0, 1, 4], [2, 0, 5]]),
+    ],
+)
+def test_numbers_of_nodes_are_refused_without_a_line_that_leaves_them(
+    name: str, numbers: Any
+) -> None:
+    batch = cycles() | {name: torch.tensor(numbers)}
+    with pytest.raises(BatchError, match=f'"{name}" can hold numbers of nodes') as caught:
+        BatchView(batch)
+    assert "cut." not in str(caught.value)
+
+
+@pytest.mark.parametrize("numbers", [[3, 250], [6, 5], [6, 5, 4, 3, 2, 1, 0]])
+def test_a_number_of_each_graph_or_node_is_no_number_of_nodes(numbers: Any) -> None:
+    batch = cycles(edge_attr=torch.randn(7), sample_index=torch.tensor(numbers))
+    if len(numbers) == 7:
+        batch |= {"edge_index": batch["edge_index"][:, :5], "edge_attr": torch.randn(5)}
+    piece = BatchView(batch).piece(0, 1)
+    assert piece["sample_index"].tolist() == numbers[: 3 if len(numbers) == 7 else 1]
+
+
+def test_what_dims_says_of_numbers_wins() -> None:
+    batch = cycles(train_index=torch.tensor([0, 4, 6]), edge_index=torch.zeros(2, 0).long())
+    view = BatchView(batch, {"train_index": None})
+    assert view.piece(1, 2)["train_index"].tolist() == [0, 4, 6]
+    said = cut.ragged("train_index", lengths=lambda _: [1, 2])
+    assert BatchView(batch, said).piece(1, 2)["train_index"].tolist() == [4, 6]
