@@ -13,9 +13,10 @@ from typing import Any
 from elastic_mbs.batch import cut
 from elastic_mbs.batch.agreement.evidence import Evidence, Way
 from elastic_mbs.batch.agreement.questions import outermost
-from elastic_mbs.batch.agreement.texts import MOST_NAMES, line_on
+from elastic_mbs.batch.agreement.texts import MOST_NAMES, line_on, some_of
 from elastic_mbs.batch.containers import Path, alike, unmatched
-from elastic_mbs.batch.layout import Cut, Layout, Node
+from elastic_mbs.batch.layout import Cut, Layout, Node, quoted
+from elastic_mbs.batch.ragged.relations import Part, rows_in
 
 # The number of samples under given `dims`; None where the batch is refused.
 Reads = Callable[[Mapping[str, Any]], int | None]
@@ -38,6 +39,7 @@ def disagreement(layout: Layout, root: Node, reads: Reads) -> str:
     lines += [f"  {line_on(leaf)}" for leaf in shown]
     if len(leaves) > len(shown):
         lines.append(f"  … and {len(leaves) - len(shown)} more")
+    lines += _forgotten(layout, leaves)
     lines += _offers(layout, root, leaves, reads) or _ways(sizes)
     unused = ", ".join(map(repr, unmatched(layout.dims, root.value)[:MOST_NAMES]))
     return "\n".join(lines) + (
@@ -51,6 +53,19 @@ def _shown(leaves: Sequence[Node]) -> list[Node]:
     ranked = list(dict.fromkeys(map(id, [*firsts, *leaves])))
     chosen = set(ranked[:_SHOWN])
     return [leaf for leaf in leaves if id(leaf) in chosen]
+
+
+def _forgotten(layout: Layout, leaves: Sequence[Node]) -> list[str]:
+    """Return a line on parts that have as many rows as others that `dims` gives to the samples."""
+    for node, member in layout.ragged:
+        rows = rows_in(node.value, member.dim)
+        alike = [leaf.path for leaf in leaves if leaf.size == rows]
+        if member.part is Part.ROWS and layout.is_given(node.path) and alike:
+            return [
+                f"  {some_of(alike)} and {quoted(node.path)} have {rows} rows each, and dims names "
+                f"{quoted(node.path)} alone: if these rows go together, name them there, too"
+            ]
+    return []
 
 
 def _ways(sizes: Sequence[int]) -> list[str]:

@@ -65,6 +65,20 @@ def _boxes(parts: Parts) -> Members:
     return found
 
 
+def of_pictures(parts: Parts) -> list[Any]:
+    """Return the fields of lists or tuples that have an entry for each picture of `img`."""
+    pictures = parts.get("img")
+    if "batch_idx" not in parts or not isinstance(pictures, Tensor) or not pictures.ndim:
+        return []
+    return [
+        key
+        for key in parts
+        if key in _OF_PICTURE
+        and type(parts[key]) in (tuple, list)
+        and len(parts[key]) == len(pictures)
+    ]
+
+
 def _graphs(parts: Parts) -> Members:
     """Return what `batch` says beside `edge_index` or `ptr`: it has the graph of each node."""
     batch, ptr, edges = parts.get("batch"), parts.get("ptr"), parts.get("edge_index")

@@ -73,6 +73,12 @@ class Relation:
     tells: str = ""  # what would tell the number of samples, where the values do not
     belongs: Belongs = Belongs.ROWS  # the reading of its rows
 
+    @property
+    def shape(self) -> str:
+        """The shape of the source, of R rows and N samples."""
+        rows = (How.INDEX, How.COLUMN)
+        return "(R,)" if self.how in rows else "(N + 1,)" if self.how is How.CUMULATED else "(N,)"
+
     def find(self, batch: Any, path: Path) -> tuple[Any, str, Any]:
         """Return the value of the source for the field at `path`, its name, and a key for it."""
         if self.how is How.COLUMN:

@@ -102,7 +102,7 @@ class _Settled:
         value, name, place = relation.find(self._batch, path)
         key = id(relation) if place is None else place
         if key not in self._values:
-            self._values[key] = whole_numbers(value, name), name
+            self._values[key] = whole_numbers(value, name, relation.shape), name
         return self._values[key]
 
     def _rows_of(self, path: Path, relation: Relation, total: int) -> Rows:
@@ -174,10 +174,10 @@ class _Settled:
         if relation.how in (How.OFFSETS, How.CUMULATED):
             way = f"cut.packed({names}, cu_seqlens={key})"
         plain = ", ".join(f'"{name}": 0' for name in alike)
+        one_each = f"\n  one row per sample: dims={{{plain}}}" if size == self.samples else ""
         raise BatchError(
             f"{_some(alike)} can be read in two ways beside {key}: {size} rows, in a batch of "
-            f"{self.samples} samples\n"
-            f"  one row per sample: dims={{{plain}}}\n"
+            f"{self.samples} samples{one_each}\n"
             f"  rows that {key} gives to the samples: dims={way}"
         )
 
