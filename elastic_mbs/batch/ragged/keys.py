@@ -100,7 +100,9 @@ def _graphs(parts: Parts) -> Members:
     of_edge = _edges(parts, relation, found)
     links = -2 if of_edge is None else len(of_edge.by)  # type: ignore[arg-type]  # a tensor
     # where edge i lies in the graph of node i, both readings cut alike
-    alike = of_edge is not None and torch.equal(torch.as_tensor(batch).reshape(-1), of_edge.by)
+    alike = of_edge is not None and torch.equal(
+        torch.as_tensor(batch).reshape(-1), torch.as_tensor(of_edge.by)
+    )
     for key, value in parts.items():
         if key in found:
             continue

@@ -78,7 +78,17 @@ def test_fields_that_a_line_forgot_are_named() -> None:
         "image_index": torch.tensor([0, 0, 2, 3, 3, 3]),
     }
     said = cut.ragged("bboxes", by="image_index")
-    with pytest.raises(BatchError, match='"cls", "keypoints" and "bboxes" have 6 rows each'):
+    with pytest.raises(BatchError, match='"cls", "keypoints": 6 rows, as many as "bboxes"'):
         BatchView(batch, said)
     named = cut.ragged("bboxes", "cls", "keypoints", by="image_index")
     assert BatchView(batch, named).piece(0, 2)["cls"].shape == (2, 1)
+    for wrong in (cut.ragged("bboxes", by="image_idx"), cut.ragged("bboxes", lengths="cls")):
+        with pytest.raises(BatchError) as caught:
+            BatchView(batch, wrong)
+        assert "as many as" not in str(caught.value)
+
+
+def test_rows_are_not_said_to_divide_by_a_size_that_few_parts_have() -> None:
+    with pytest.raises(BatchError, match="disagree on its length: 3 and 4") as caught:
+        BatchView(loaded(anchors=torch.rand(3, 2), strides=torch.rand(3)))
+    assert "do not divide" not in str(caught.value)
