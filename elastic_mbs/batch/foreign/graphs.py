@@ -99,7 +99,7 @@ class _Places:
         self.batch = copy.copy(batch)
         slices, incs = dict[Any, Any](), dict[Any, Any]()
         for store in _stores(self.batch):
-            key = store._key
+            key = getattr(store, "_key", None)  # of a kind of nodes, or of edges
             old_slices, old_incs = (
                 kept if key is None else kept.get(key, {})
                 for kept in (
@@ -107,7 +107,7 @@ class _Places:
                     getattr(batch, "_inc_dict", None) or {},
                 )
             )
-            placed = _Store(self.batch, store, self.graphs, old_slices, old_incs)
+            placed = _Store(self.batch, store, key, self.graphs, old_slices, old_incs)
             self.whole.append(placed.whole)
             if key is None:
                 slices |= placed.slices
@@ -123,6 +123,7 @@ class _Store:
 
     batch: Any
     store: Any
+    kind: Any
     graphs: int
     old_slices: Mapping[str, Any]
     old_incs: Mapping[str, Any]
@@ -173,9 +174,9 @@ class _Store:
         if "edge_index" in self.old_incs:
             starts: Tensor = self.old_incs["edge_index"]
             return starts
-        if not isinstance(self.store._key, tuple):
+        if not isinstance(self.kind, tuple):
             return None if self.nodes is None else self.nodes[:-1]
-        source, _, target = self.store._key
+        source, _, target = self.kind
         ends = [_bounds(self.batch[kind], self.graphs, {}) for kind in (source, target)]
         if ends[0] is None or ends[1] is None:
             return None
