@@ -326,7 +326,7 @@ def _check_numbers(parts: Parts, unsaid: Parts, found: Members) -> None:
     of_edge, graph_of = found["edge_index"].relation, torch.as_tensor(parts["batch"]).reshape(-1)
     for key in [key for key in unsaid if key != "edge_index"]:
         of_edges = key in found and found[key].relation is of_edge
-        if not (of_edges and unsaid[key].ndim == 1):
+        if not (of_edges and getattr(unsaid[key], "ndim", 1) == 1):
             _refuse_numbers_of_nodes(key, unsaid[key], graph_of)
 
 

@@ -198,3 +198,8 @@ def test_what_dims_says_of_numbers_wins() -> None:
     assert view.piece(1, 2)["train_index"].tolist() == [0, 4, 6]
     said = cut.ragged("train_index", lengths=lambda _: [1, 2])
     assert BatchView(batch, said).piece(1, 2)["train_index"].tolist() == [4, 6]
+
+
+def test_a_list_of_edges_goes_with_them() -> None:
+    batch = cycles(edge_names=list("abcdefg"))
+    assert BatchView(batch).piece(0, 1)["edge_names"] == ["b", "d", "f"]
