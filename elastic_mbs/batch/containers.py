@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from elastic_mbs.batch.foreign.graphs import is_batch_of_graphs
 from elastic_mbs.batch.splitters import Splitter, splitter_of, type_name
 from elastic_mbs.errors import BatchError
 
@@ -86,8 +87,10 @@ def register_splitter(
 
 @functools.lru_cache(maxsize=1024)
 def cached_kind(cls: type) -> Kind:
+    # a Batch of PyTorch Geometric is a Data, too, and is not cut as one
+    of_graphs = is_batch_of_graphs(cls)
     for base in cls.__mro__:
-        if base in splitters:
+        if base in splitters and (is_batch_of_graphs(base) or not of_graphs):
             return Kind(Role.CUSTOM, splitter=splitters[base])
     if cls in _BUILTINS:
         return _BUILTINS[cls]

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_mbs.batch.containers import Path
-from elastic_mbs.batch.ragged.relations import How, Member, Part, Relation
-from elastic_mbs.batch.ragged.settle import Belongs
+from elastic_mbs.batch.ragged.relations import Belongs, How, Member, Part, Relation
 from elastic_mbs.errors import UsageError
 
 __all__ = ["Dims", "fields", "items", "offsets", "packed", "ragged", "whole"]

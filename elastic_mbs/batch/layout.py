@@ -61,8 +61,9 @@ from elastic_mbs.batch.containers import (
     walk,
 )
 from elastic_mbs.batch.cut import Dims, Known, ListLayout
+from elastic_mbs.batch.foreign.graphs import is_graph
 from elastic_mbs.batch.ragged.fields import RaggedField
-from elastic_mbs.batch.ragged.keys import tells, well_known
+from elastic_mbs.batch.ragged.keys import of_pictures, tells, well_known
 from elastic_mbs.batch.ragged.relations import Member, Placeholders, jagged
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
@@ -207,9 +208,13 @@ class Layout:
 
     def _custom(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         if kind.splitter is None:
-            raise _refusal(
-                path, f"of type {type_name(type(value))}", f"{kind.why}: {to_register(type(value))}"
-            )
+            remedy = f"{kind.why}: {to_register(type(value))}"
+            if is_graph(type(value)):
+                remedy = (
+                    "one graph is one sample, since its edges couple its nodes: give a Batch, or a "
+                    "list of graphs"
+                )
+            raise _refusal(path, f"of type {type_name(type(value))}", remedy)
         if isinstance(given, int):
             raise BatchError(
                 f"{where(path)} is of type {type_name(type(value))}: register_splitter says how "
@@ -250,7 +255,9 @@ class Layout:
         said: Mapping[Any, Any] = {}
         if given is _NOT_GIVEN and tells(parts):
             self.keyed.add(path)
-            said = well_known(parts, path, self._allows_key, self.known, self.placeholders)
+            said = dict.fromkeys(of_pictures(parts), ListLayout.ITEMS) | well_known(
+                parts, path, self._allows_key, self.known, self.placeholders
+            )
         for key, part in parts.items():
             child = node.children[key] = self.read(part, (*path, key), said.get(key, inherited))
             node.size = max(node.size, child.size)

@@ -13,6 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
+from elastic_mbs.batch.foreign.graphs import (
+    is_batch_of_graphs,
+    nodes_of_graphs,
+    number_of_graphs,
+    some_graphs,
+)
 from elastic_mbs.errors import BatchError
 
 
@@ -131,14 +137,14 @@ class Splitter:
 
 def splitter_of(cls: type) -> Splitter | None:
     """Return the splitter of a type of another package; None for one that is not known."""
-    if all(hasattr(cls, name) for name in ("index_select", "from_data_list", "num_graphs")):
+    if is_batch_of_graphs(cls):
         return Splitter(
             cls,
-            lambda batch: int(batch.num_graphs),
-            _some_graphs,
+            number_of_graphs,
+            some_graphs,
             lambda batch: _tensors_in(batch.to_dict()),
             lambda batch, fn: copy.copy(batch).apply(fn),
-            rows_of=_nodes,
+            rows_of=nodes_of_graphs,
         )
     if all(hasattr(cls, name) for name in ("batch_size", "batch_dims", "auto_batch_size_")):
         return Splitter(
@@ -149,21 +155,6 @@ def splitter_of(cls: type) -> Splitter | None:
             _moved_tensordict,
         )
     return None
-
-
-def _some_graphs(batch: Any, start: int, stop: int) -> Any:
-    """Return some graphs of a `torch_geometric.data.Batch`."""
-    names = set(batch.to_dict())
-    # keys that DataLoader(follow_batch=…) has asked for
-    follow = [name[:-4] for name in sorted(names) if name.endswith("_ptr")]
-    follow = [name for name in follow if f"{name}_batch" in names]
-    graphs = batch.index_select(range(start, stop))
-    return type(batch).from_data_list(graphs, follow_batch=follow)
-
-
-def _nodes(batch: Any) -> list[int] | None:
-    starts = getattr(batch, "ptr", None)
-    return None if starts is None else starts.diff().tolist()
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -32,9 +32,8 @@ from elastic_mbs.batch.layout import MANY, Cut, Layout, Node, quoted, where
 from elastic_mbs.batch.lengths import ByLength
 from elastic_mbs.batch.pieces import Costs, PaddedTokens, RowCosts, RowTokens, Tokens
 from elastic_mbs.batch.ragged.keys import tells
-from elastic_mbs.batch.ragged.relations import Member, Placeholders
+from elastic_mbs.batch.ragged.relations import Belongs, Member, Placeholders
 from elastic_mbs.batch.ragged.rows import Rows
-from elastic_mbs.batch.ragged.settle import Belongs
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 

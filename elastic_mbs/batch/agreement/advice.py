@@ -13,9 +13,10 @@ from typing import Any
 from elastic_mbs.batch import cut
 from elastic_mbs.batch.agreement.evidence import Evidence, Way
 from elastic_mbs.batch.agreement.questions import outermost
-from elastic_mbs.batch.agreement.texts import MOST_NAMES, line_on
-from elastic_mbs.batch.containers import Path, alike, unmatched
-from elastic_mbs.batch.layout import Cut, Layout, Node
+from elastic_mbs.batch.agreement.texts import MOST_NAMES, line_on, some_of
+from elastic_mbs.batch.containers import Path, alike, dotted, unmatched
+from elastic_mbs.batch.layout import Cut, Layout, Node, quoted
+from elastic_mbs.batch.ragged.relations import Part, rows_in
 
 # The number of samples under given `dims`; None where the batch is refused.
 Reads = Callable[[Mapping[str, Any]], int | None]
@@ -38,7 +39,8 @@ def disagreement(layout: Layout, root: Node, reads: Reads) -> str:
     lines += [f"  {line_on(leaf)}" for leaf in shown]
     if len(leaves) > len(shown):
         lines.append(f"  … and {len(leaves) - len(shown)} more")
-    lines += _offers(layout, root, leaves, reads) or _ways(sizes)
+    lines += _forgotten(layout, leaves, reads)
+    lines += _offers(layout, root, leaves, reads) or _ways(leaves, sizes)
     unused = ", ".join(map(repr, unmatched(layout.dims, root.value)[:MOST_NAMES]))
     return "\n".join(lines) + (
         f"\n  dims names {unused}, which the batch does not have" if unused else ""
@@ -53,10 +55,27 @@ def _shown(leaves: Sequence[Node]) -> list[Node]:
     return [leaf for leaf in leaves if id(leaf) in chosen]
 
 
-def _ways(sizes: Sequence[int]) -> list[str]:
+def _forgotten(layout: Layout, leaves: Sequence[Node], reads: Reads) -> list[str]:
+    """Return a line on parts that have as many rows as one that `dims` gives to the samples."""
+    for node, member in layout.ragged:
+        rows = rows_in(node.value, member.dim)
+        paths = [leaf.path for leaf in leaves if leaf.size == rows]
+        told = {dotted(path): member for path in paths}
+        said = bool(paths) and member.part is Part.ROWS and layout.is_given(node.path)
+        if said and reads({**layout.dims, **told}) is not None:
+            return [
+                f"  {some_of(paths)}: {rows} rows, as many as {quoted(node.path)}. If they go "
+                f"with it, name them in dims= where {quoted(node.path)} is named"
+            ]
+    return []
+
+
+def _ways(leaves: Sequence[Node], sizes: Sequence[int]) -> list[str]:
     """Return what to do with rows that are no samples."""
     few, many = sizes[0], sizes[-1]
-    odd = len(sizes) == 2 and few and many % few
+    # what most parts have is the number of samples, as far as that can be told
+    most = 2 * sum(leaf.size == few for leaf in leaves) >= len(leaves)
+    odd = len(sizes) == 2 and few and many % few and most
     return [
         f"  {f'{many} rows do not divide by {few} samples. ' if odd else ''}"
         "Rows that belong to samples in unequal numbers: cut.ragged(..., by=...) or lengths=...",

@@ -7,12 +7,12 @@ from typing import Any
 
 from elastic_mbs.batch.agreement.advice import disagreement
 from elastic_mbs.batch.agreement.questions import ask, is_certain, two_readings
-from elastic_mbs.batch.agreement.texts import line_on
+from elastic_mbs.batch.agreement.texts import MOST_NAMES, line_on, some_of
 from elastic_mbs.batch.containers import Path
 from elastic_mbs.batch.cut import Dims, ListLayout
 from elastic_mbs.batch.layout import Cut, Layout, Node, call, where
-from elastic_mbs.batch.ragged.relations import Placeholders
-from elastic_mbs.batch.ragged.settle import Belongs, settle
+from elastic_mbs.batch.ragged.relations import Belongs, Placeholders
+from elastic_mbs.batch.ragged.settle import settle
 from elastic_mbs.batch.splitters import type_name
 from elastic_mbs.errors import BatchError
 
@@ -83,14 +83,26 @@ class Agreement:
 
 def _check_tuples(layout: Layout) -> None:
     """Ask about tuples with nothing in them that has rows."""
-    if layout.unclear:
-        node = layout.unclear[-1]  # the outermost: its parts come before it
-        raise BatchError(
-            f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has "
-            "rows: is it one item per sample?\n"
-            f"  if so: dims={call('items', node.path)}\n  if every piece needs all of it: "
-            f"dims={call('whole', node.path)}"
-        )
+    if not layout.unclear:
+        return
+    inside = {node.path for node in layout.unclear}
+    # the outermost: what lies in one of them goes with it
+    paths = [
+        node.path
+        for node in layout.unclear
+        if not any(node.path[:depth] in inside for depth in range(len(node.path)))
+    ]
+    node = layout.unclear[-1]  # the parts of a tuple come before it
+    text = f"{where(node.path)} is a tuple of {len(node.value)} with nothing in it that has rows"
+    if len(paths) > 1:
+        text = f"{some_of(paths)} are tuples with nothing in them that has rows"
+    if len(paths) > MOST_NAMES:
+        raise BatchError(f"{text}\n  name them all in dims=, with cut.items or cut.whole")
+    raise BatchError(
+        f"{text}: {'is it' if len(paths) == 1 else 'are they'} one item per sample?\n"
+        f"  if so: dims={call('items', *paths)}\n  if every piece needs all of "
+        f"{'it' if len(paths) == 1 else 'them'}: dims={call('whole', *paths)}"
+    )
 
 
 def _lengths(layout: Layout, root: Node) -> set[int]:

@@ -8,6 +8,7 @@ are then read in the ordinary way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, Role, has_rows, kind_of, roles_in
 from elastic_mbs.batch.ragged import vision
-from elastic_mbs.batch.ragged.relations import How, Member, Part, Placeholders, Relation
+from elastic_mbs.batch.ragged.relations import (
+    Belongs,
+    How,
+    Member,
+    Part,
+    Placeholders,
+    Relation,
+)
 from elastic_mbs.batch.ragged.rows import whole_numbers
-from elastic_mbs.batch.ragged.settle import Belongs
 from elastic_mbs.errors import BatchError
 
 Parts = Mapping[Any, Any]
@@ -58,6 +65,20 @@ def _boxes(parts: Parts) -> Members:
     return found
 
 
+def of_pictures(parts: Parts) -> list[Any]:
+    """Return the fields of lists or tuples that have an entry for each picture of `img`."""
+    pictures = parts.get("img")
+    if "batch_idx" not in parts or not isinstance(pictures, Tensor) or not pictures.ndim:
+        return []
+    return [
+        key
+        for key in parts
+        if key in _OF_PICTURE
+        and type(parts[key]) in (tuple, list)
+        and len(parts[key]) == len(pictures)
+    ]
+
+
 def _graphs(parts: Parts) -> Members:
     """Return what `batch` says beside `edge_index` or `ptr`: it has the graph of each node."""
     batch, ptr, edges = parts.get("batch"), parts.get("ptr"), parts.get("edge_index")
@@ -77,13 +98,50 @@ def _graphs(parts: Parts) -> Members:
         raise BatchError(f'"ptr" must begin with 0 and end with {len(batch)}, the number of nodes')
     found["batch"] = Member(relation, Part.NUMBER)
     of_edge = _edges(parts, relation, found)
-    links = -2 if of_edge is None else _rows(edges.T)  # type: ignore[union-attr]  # there are some
+    links = -2 if of_edge is None else len(of_edge.by)  # type: ignore[arg-type]  # a tensor
+    # where edge i lies in the graph of node i, both readings cut alike
+    alike = of_edge is not None and torch.equal(
+        torch.as_tensor(batch).reshape(-1), torch.as_tensor(of_edge.by)
+    )
     for key, value in parts.items():
-        if key not in found and _rows(value) == len(batch):
-            found[key] = Member(relation, Part.ROWS, sure=key in ("x", "pos", "z"))
-        elif key not in found and of_edge is not None and _rows(value) == links:
+        if key in found:
+            continue
+        rows, named = _rows(value), isinstance(key, str) and key.startswith("edge_")
+        if of_edge is not None and rows == links and (named or rows != len(batch)):
             found[key] = Member(of_edge, Part.ROWS, sure=key in ("edge_attr", "edge_weight"))
+        elif rows == len(batch):
+            sure = key in ("x", "pos", "z")
+            rival = rows == links and not (sure or alike)
+            found[key] = Member(relation, Part.ROWS, sure=sure, rival=rival)
     return found
+
+
+def _refuse_numbers_of_nodes(key: Any, value: Any, graph_of: Tensor) -> None:
+    """Refuse numbers of nodes, which nothing renumbers in a piece: `train_index`, pairs of nodes.
+
+    A field is taken for them by its name, if it has another number of rows than there are nodes and
+    graphs, or each graph's row is the number of one of its nodes.
+    """
+    named = isinstance(key, str) and ("index" in key or "indices" in key)
+    if not named or not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        return
+    if not value.numel() or not value.ndim or not len(graph_of):
+        return
+    numbers = value.detach().reshape(-1).to(graph_of.device).long()
+    if not 0 <= int(numbers.min()) <= int(numbers.max()) < len(graph_of):
+        return
+    graphs = torch.arange(int(graph_of.max()) + 1, device=graph_of.device)
+    if value.ndim == 1 and len(numbers) == len(graph_of) > len(graphs):
+        return
+    one_each = value.ndim == 1 and len(numbers) == len(graphs) > 1
+    if one_each and not torch.equal(graph_of[numbers], graphs):
+        return
+    raise BatchError(
+        f'"{key}" can hold numbers of nodes, which are others in a piece\n'
+        "  if so, give a mask with one value per node in its place, or put the batch into a class "
+        "of yours and register_splitter(ThatClass, ...)\n"
+        "  if not, say in dims= how it is cut"
+    )
 
 
 def _refuse_lone_edges(edges: Any, ptr: Any) -> None:
@@ -116,7 +174,7 @@ def _edges(parts: Parts, nodes: Relation, found: Members) -> Relation | None:
     index = torch.as_tensor(batch)[edges]
     if not torch.equal(index[0], index[1]):
         raise BatchError('"edge_index" has edges between the graphs of "batch": they cannot be cut')
-    of_edge = Relation(How.INDEX, index[0])
+    of_edge = Relation(How.INDEX, index[0], belongs=Belongs.EDGES)
     found["edge_index"] = Member(of_edge, Part.POINTERS, 1, into=nodes)
     return of_edge
 
@@ -259,6 +317,27 @@ def well_known(
     keys = [key for key in _BY_KEY if key in (unsaid if key == "offsets" else free)]
     for rule in dict.fromkeys(_BY_KEY[key] for key in keys):
         found |= rule(free)
+    if "edge_index" in found:
+        _check_numbers(parts, unsaid, found)
+    return _with_known(found, path, known)
+
+
+def _check_numbers(parts: Parts, unsaid: Parts, found: Members) -> None:
+    of_edge, graph_of = found["edge_index"].relation, torch.as_tensor(parts["batch"]).reshape(-1)
+    for key in [key for key in unsaid if key != "edge_index"]:
+        of_edges = key in found and found[key].relation is of_edge
+        if not (of_edges and getattr(unsaid[key], "ndim", 1) == 1):
+            _refuse_numbers_of_nodes(key, unsaid[key], graph_of)
+
+
+def _with_known(found: Members, path: Path, known: Mapping[Path, Any]) -> Members:
+    """Return the members as earlier batches have shown them."""
+    for key, member in found.items():
+        reading = known.get((*path, key))
+        if member.rival and reading is Belongs.ROWS:
+            found[key] = replace(member, rival=False)
+        elif member.rival and reading is Belongs.EDGES:
+            found[key] = replace(member, relation=found["edge_index"].relation, rival=False)
     return {
         key: member
         for key, member in found.items()

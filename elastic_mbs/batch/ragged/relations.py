@@ -32,6 +32,15 @@ Source = str | int | Callable[[Any], Any] | Sequence[int] | Tensor
 Placeholders = Callable[[], Mapping[str, int]]
 
 
+class Belongs(Enum):
+    """A reading of a value that was clear in one batch, kept for those in which it is not."""
+
+    ROWS = auto()  # its rows belong to samples in unequal numbers
+    EDGES = auto()  # the same, and they are edges
+    SAMPLES = auto()  # one per sample
+    WHOLE = auto()  # the same for all samples
+
+
 class Part(Enum):
     """The part that a field has in a relation."""
 
@@ -62,6 +71,13 @@ class Relation:
     column: int = 0  # of How.COLUMN
     hint: str = ""  # what to do where the values contradict the batch
     tells: str = ""  # what would tell the number of samples, where the values do not
+    belongs: Belongs = Belongs.ROWS  # the reading of its rows
+
+    @property
+    def shape(self) -> str:
+        """The shape of the source, of R rows and N samples."""
+        rows = (How.INDEX, How.COLUMN)
+        return "(R,)" if self.how in rows else "(N + 1,)" if self.how is How.CUMULATED else "(N,)"
 
     def find(self, batch: Any, path: Path) -> tuple[Any, str, Any]:
         """Return the value of the source for the field at `path`, its name, and a key for it."""
@@ -136,6 +152,7 @@ class Member:
     # of, which the samples can have too.
     sure: bool = True
     into: Relation | None = None  # of the rows that pointers point to
+    rival: bool = False  # its rows can be edges as well
     needed: Sequence[int] | None = None  # see `RowsOf`
 
     @property

@@ -67,12 +67,13 @@ class Rows:
         return cls(bounds, torch.sort(index, stable=True).indices)
 
 
-def whole_numbers(value: Any, name: str) -> Tensor:
+def whole_numbers(value: Any, name: str, shape: str = "(R,)") -> Tensor:
     """Return a field of whole numbers, 0 or more, as int64 of shape (R,) on the host.
 
     Args:
         value: a tensor or array of shape (R,) or (R, 1), or a list. Floats may hold whole numbers.
         name: of the field, for the error.
+        shape: that it should have, for the error.
 
     Raises:
         BatchError: it holds anything else.
@@ -87,7 +88,7 @@ def whole_numbers(value: Any, name: str) -> Tensor:
     if found is None or found.dtype == torch.bool or found.is_complex():
         raise BatchError(f"{name} is {described(value)}: it must hold whole numbers")
     if found.ndim != 1 and tuple(found.shape) != (len(found) if found.ndim else 0, 1):
-        raise BatchError(f"{name} is {described(value)}: it must be of shape (R,)")
+        raise BatchError(f"{name} is {described(value)}: it must be of shape {shape}")
     numbers = found.detach().reshape(-1).long()
     wrong = (numbers != found.reshape(-1)) | (numbers < 0)
     if bool(wrong.any()):

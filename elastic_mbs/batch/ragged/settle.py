@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import Enum, auto
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from elastic_mbs.batch.containers import Path, dotted
 from elastic_mbs.batch.ragged.fields import RaggedField, RowsOf
-from elastic_mbs.batch.ragged.relations import How, Member, Relation, rows_in
+from elastic_mbs.batch.ragged.relations import Belongs, How, Member, Relation, rows_in
 from elastic_mbs.batch.ragged.rows import Rows, whole_numbers
 from elastic_mbs.errors import BatchError
-
-
-class Belongs(Enum):
-    """A reading of a value that was clear in one batch, kept for those in which it is not."""
-
-    ROWS = auto()  # its rows belong to samples in unequal numbers
-    SAMPLES = auto()  # one per sample
-    WHOLE = auto()  # the same for all samples
 
 
 class RaggedNode(Protocol):
@@ -77,6 +68,7 @@ class _Settled:
         self._values: dict[Any, tuple[Tensor, str]] = {}
         self._rows: dict[Any, Rows] = {}
         self._unclear: list[tuple[Path, Relation, int]] = []  # with their rows
+        self._rivals: list[tuple[Path, int]] = []  # of nodes or of edges, with their rows
         for node, member in asked:
             values, name = self._source(node.path, member.relation)
             told = member.relation.samples(values)
@@ -110,7 +102,7 @@ class _Settled:
         value, name, place = relation.find(self._batch, path)
         key = id(relation) if place is None else place
         if key not in self._values:
-            self._values[key] = whole_numbers(value, name), name
+            self._values[key] = whole_numbers(value, name, relation.shape), name
         return self._values[key]
 
     def _rows_of(self, path: Path, relation: Relation, total: int) -> Rows:
@@ -136,23 +128,27 @@ class _Settled:
         relation, name = member.relation, f'"{dotted(path)}"'
         rows = self._rows_of(path, relation, rows_in(value, member.dim))
         if not member.sure:
-            reading = self._reading(path, value, relation, rows, known)
-            if reading is not Belongs.ROWS:
+            reading = self._reading(path, value, member, rows, known)
+            if reading not in (Belongs.ROWS, Belongs.EDGES):
                 return RowsOf(Rows(list(range(self.samples + 1)))) if reading else None
         into = member.into
         pointed = None if into is None else self._rows_of(path, into, 0)
         return member.field(value, rows, name, pointed)
 
     def _reading(
-        self, path: Path, value: Any, relation: Relation, rows: Rows, known: dict[Path, Any]
+        self, path: Path, value: Any, member: Member, rows: Rows, known: dict[Path, Any]
     ) -> Belongs | None:
         """Return how a field with as many rows as a relation tells of is read; None: is asked."""
-        size = _length(value)
+        size, relation = _length(value), member.relation
+        if member.rival and self.samples > 1:
+            self._rivals.append((path, size))
+            return None
         # fewer rows than samples: the part that tells how many these are can be the odd one
         by_index = relation.how is How.INDEX and isinstance(relation.by, str)
         fewer = by_index and 0 < size < self.samples
         if self.samples == 1 or not (fewer or size == self.samples):
-            known[path] = Belongs.ROWS
+            if not member.rival:
+                known[path] = relation.belongs
             return Belongs.ROWS
         one_each = size == self.samples and rows.bounds == list(range(size + 1))
         if one_each and rows.order is None:
@@ -163,6 +159,8 @@ class _Settled:
 
     def ask(self) -> None:
         """Raise a BatchError about the fields that can be read in two ways."""
+        if self._rivals:
+            raise BatchError(self._nodes_or_edges())
         if not self._unclear:
             return
         path, relation, size = self._unclear[0]
@@ -176,12 +174,28 @@ class _Settled:
         if relation.how in (How.OFFSETS, How.CUMULATED):
             way = f"cut.packed({names}, cu_seqlens={key})"
         plain = ", ".join(f'"{name}": 0' for name in alike)
+        one_each = f"\n  one row per sample: dims={{{plain}}}" if size == self.samples else ""
         raise BatchError(
             f"{_some(alike)} can be read in two ways beside {key}: {size} rows, in a batch of "
-            f"{self.samples} samples\n"
-            f"  one row per sample: dims={{{plain}}}\n"
+            f"{self.samples} samples{one_each}\n"
             f"  rows that {key} gives to the samples: dims={way}"
         )
+
+    def _nodes_or_edges(self) -> str:
+        paths = [path for path, _ in self._rivals]
+        path, size = self._rivals[0]
+        batch, edges = dotted((*path[:-1], "batch")), dotted((*path[:-1], "edge_index"))
+        alike = [dotted(each) for each in paths if each[:-1] == path[:-1]]
+        names = ", ".join(f'"{name}"' for name in alike)
+        text = (
+            f'{_some(alike)} can be read in two ways beside "{edges}": {size} rows, of {size} '
+            f'nodes and {size} edges\n  rows of nodes: dims=cut.ragged({names}, by="{batch}")\n'
+            f'  rows of edges: let the name begin with "edge_", as in "edge_{path[-1]}"'
+        )
+        if size == self.samples:
+            plain = ", ".join(f'"{name}": 0' for name in alike)
+            text += f"\n  one row per graph: dims={{{plain}}}"
+        return text
 
 
 def _some(names: Sequence[str]) -> str:

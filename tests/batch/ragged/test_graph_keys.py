@@ -119,3 +119,87 @@ def test_an_error_with_the_right_line_names_no_other_ways() -> None:
     assert str(caught.value).splitlines()[-1].startswith("  if it has 4 samples, ")
     with pytest.raises(BatchError, match="register_splitter"):
         BatchView({"x": torch.zeros(4, 3), "rows": torch.zeros(7)})
+
+
+def cycles(**fields: Any) -> dict[str, Any]:
+    """Return two graphs with 7 nodes and 7 edges, the edges in any order."""
+    order = torch.tensor([3, 0, 4, 1, 5, 2, 6])
+    edges = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [1, 2, 0, 4, 5, 6, 3]])[:, order]
+    graph_of = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    return {
+        "x": torch.randn(7, 4),
+        "edge_index": edges,
+        "batch": graph_of,
+        "y": torch.randn(2),
+        **fields,
+    }
+
+
+@pytest.mark.parametrize("ptr", [{}, {"ptr": torch.tensor([0, 3, 7])}])
+@pytest.mark.parametrize("name", ["edge_attr", "edge_weight", "edge_type"])
+def test_fields_of_edges_go_with_them_where_there_are_as_many_nodes(name: str, ptr: Any) -> None:
+    batch = cycles(**ptr) | {name: torch.arange(7)}
+    assert BatchView(batch).piece(0, 1)[name].tolist() == [1, 3, 5]
+
+
+def test_a_field_of_nodes_or_of_edges_is_asked_about_until_a_batch_shows_it() -> None:
+    batch = cycles(distance=torch.arange(7))
+    with pytest.raises(BatchError, match="of 7 nodes and 7 edges") as caught:
+        BatchView(batch)
+    (line,) = re.findall(r"dims=(.*)", str(caught.value))
+    said = BatchView(batch, eval(line, {"cut": cut}))
+    assert said.piece(0, 1)["distance"].tolist() == [0, 1, 2]
+    assert '"edge_distance"' in str(caught.value)
+    renamed = cycles(edge_distance=torch.arange(7))
+    assert BatchView(renamed).piece(0, 1)["edge_distance"].tolist() == [1, 3, 5]
+
+    more = cycles(edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 0, 4]]))
+    for rows, wanted in ((4, [1, 3, 5]), (7, [0, 1, 2])):
+        shown = BatchView(more | {"distance": torch.arange(rows)})
+        later = BatchView(batch, None, shown.known_lists)
+        assert later.piece(0, 1)["distance"].tolist() == wanted
+
+
+def test_a_field_is_not_asked_about_where_nodes_and_edges_are_cut_alike() -> None:
+    edges = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [1, 2, 0, 4, 5, 6, 3]])
+    batch = cycles(edge_index=edges, distance=torch.arange(7))
+    assert BatchView(batch).piece(1, 2)["distance"].tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("train_index", [0, 4, 6]),
+        ("train_index", [0, 3]),  # one node of each graph
+        ("edge_label_index", [[0, 1, 4], [2, 0, 5]]),
+    ],
+)
+def test_numbers_of_nodes_are_refused_without_a_line_that_leaves_them(
+    name: str, numbers: Any
+) -> None:
+    batch = cycles() | {name: torch.tensor(numbers)}
+    with pytest.raises(BatchError, match=f'"{name}" can hold numbers of nodes') as caught:
+        BatchView(batch)
+    assert "cut." not in str(caught.value)
+
+
+@pytest.mark.parametrize("numbers", [[3, 250], [6, 5], [6, 5, 4, 3, 2, 1, 0]])
+def test_a_number_of_each_graph_or_node_is_no_number_of_nodes(numbers: Any) -> None:
+    batch = cycles(edge_attr=torch.randn(7), sample_index=torch.tensor(numbers))
+    if len(numbers) == 7:
+        batch |= {"edge_index": batch["edge_index"][:, :5], "edge_attr": torch.randn(5)}
+    piece = BatchView(batch).piece(0, 1)
+    assert piece["sample_index"].tolist() == numbers[: 3 if len(numbers) == 7 else 1]
+
+
+def test_what_dims_says_of_numbers_wins() -> None:
+    batch = cycles(train_index=torch.tensor([0, 4, 6]), edge_index=torch.zeros(2, 0).long())
+    view = BatchView(batch, {"train_index": None})
+    assert view.piece(1, 2)["train_index"].tolist() == [0, 4, 6]
+    said = cut.ragged("train_index", lengths=lambda _: [1, 2])
+    assert BatchView(batch, said).piece(1, 2)["train_index"].tolist() == [4, 6]
+
+
+def test_a_list_of_edges_goes_with_them() -> None:
+    batch = cycles(edge_names=list("abcdefg"))
+    assert BatchView(batch).piece(0, 1)["edge_names"] == ["b", "d", "f"]
