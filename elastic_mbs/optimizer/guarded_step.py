@@ -484,6 +484,9 @@ def check_optimizer(optimizer: object) -> None:
             if not isinstance(optimizer, Optimizer)
             else "never called Optimizer.__init__"
         )
+        if type(optimizer).__module__.partition(".")[0] == "opacus":
+            kind = "clips the gradient of each sample and adds noise"
+            hint = ", so its step cannot be made again: call its own step()"
         raise UsageError(f"optimizer_step() got a {type(optimizer).__name__}, which {kind}{hint}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(

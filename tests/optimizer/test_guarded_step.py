@@ -316,7 +316,9 @@ def test_an_impossible_guarded_step_is_refused_by_name() -> None:
         (torch.optim.Optimizer,),
         {"__init__": lambda self, inner: setattr(self, "optimizer", inner)},
     )
+    private = type("DPOptimizer", (accelerated,), {"__module__": "opacus.optimizers.optimizer"})
     wrong: dict[str, tuple[Any, ...]] = {
+        "got a DPOptimizer.*cannot be made again: call its own": (private(world.optimizer),),
         "LBFGS runs its closure": (torch.optim.LBFGS(world.model.parameters()),),
         "takes no closure": (world.optimizer, lambda: 1.0),
         "got a int, which is no torch": (3,),
