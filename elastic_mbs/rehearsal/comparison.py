@@ -152,11 +152,11 @@ class Comparison:
             if guard is not None:
                 guard.renew()
                 stack.callback(guard.lift)
+            # What a step warns of it says in training, too; here it would say it of every piece.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(warnings.catch_warnings())
-                # of a module that is called as it was written, under a hook on all modules
-                warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are")
             stack.enter_context(torch.inference_mode(False))
             # A loss without a graph is an error that should be found here as well.
             stack.enter_context(torch.enable_grad())

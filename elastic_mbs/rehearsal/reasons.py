@@ -38,8 +38,9 @@ _UNKNOWN = (
     "of a batch is not made up of its samples' losses: it compares samples with each other "
     "(contrastive, in-batch negatives; Dice, F1 or IoU over the batch; exact as "
     "mbs.backward_embeddings(embed_fn, loss_fn, batch)), normalises by something that count= does "
-    "not say, or depends on the batch's size, or on padding, of which pieces by length have less. "
-    "Its split gradient is not the whole batch's"
+    "not say, or by statistics of the batch (of rewards, say: compute them before the call), or "
+    "depends on the batch's size, or on padding, of which pieces by length have less. Its split "
+    "gradient is not the whole batch's"
 )
 _DRAWS = (
     "draws random numbers, so whole and pieces were not compared: they draw others. To compare "

@@ -46,8 +46,8 @@ def built(reduction: str) -> Any:
     return Wav2Vec2ForCTC(config).double()
 
 
-def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    waves, labels = zip(*rows, strict=True)
+def collate(rows: Any) -> dict[str, Tensor]:
+    waves, labels = [row[0] for row in rows], [row[1] for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
     return {
         "input_values": pad(waves, batch_first=True),

@@ -204,7 +204,10 @@ def test_a_step_that_cannot_be_rolled_back_says_so() -> None:
 
 def test_a_recovered_step_is_reported() -> None:
     world = World("AdamW", "foreach", steps=0)
-    says = r"AdamW\.step\(\) does not fit, not even one parameter at a time.*may be called again"
+    says = (
+        r"AdamW\.step\(\) ran out of memory each time it was tried, at last one parameter at a time"
+        ".*may be called again"
+    )
     with InjectOOM(always_from=4), pytest.raises(OptimizerStepError, match=says):
         world.guarded()
     told = [event for event in world.events if isinstance(event, OptimizerOutOfMemory)]

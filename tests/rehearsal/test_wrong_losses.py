@@ -372,7 +372,7 @@ def simcse(model: nn.Module) -> LossFn:
     return loss_fn
 
 
-@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.filterwarnings("error:std")
 @pytest.mark.parametrize("make", [simclr, advantages, simcse])
 def test_a_loss_that_compares_samples_is_found_under_its_noise(make: Any) -> None:
     model = mlp()
