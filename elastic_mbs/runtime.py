@@ -55,7 +55,8 @@ class ElasticMBS(RuntimeFigures):
             samples.
         reduction: what `loss_fn` returns: the "mean" over the piece's counts (the default), or the
             "sum".
-        dims: how to cut what shapes do not say (see `BatchView`).
+        dims: how to cut what shapes do not say: the dimension of the samples by the name of a
+            field, or what `elastic_mbs.cut` returns.
         pieces: "in_order" (the default), or "by_length": samples are sorted, the longest first;
             pieces of short ones hold more of them, without their padding.
         length: what "by_length" sorts by: the name of an attention mask in the batch (1 and then

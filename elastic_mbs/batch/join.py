@@ -112,7 +112,11 @@ class PerPiece(list[Any]):
         self.lengths = tuple(lengths)
 
     def mean(self) -> Any:
-        """Return the mean over all samples, where each value is the mean over its piece."""
+        """Return the mean over all samples, where each value is the mean over its piece.
+
+        A piece weighs by its samples, whatever `count` says: for a mean over tokens return their
+        sum and their number, and divide one `sum` by the other.
+        """
         total = sum(self.lengths)
         return self._combined([length / total for length in self.lengths])
 

@@ -9,6 +9,8 @@ Source: docs/internals/autograd.md#state-of-a-failed-attempt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from elastic_mbs.engine.shared.rates import Rates
@@ -180,6 +182,11 @@ class Snapshot:
             )
 
     @property
+    def training(self) -> Sequence[bool]:
+        """The training mode of each module at the start of the call's first attempt."""
+        return self._modes.training
+
+    @property
     def watches_buffers(self) -> bool:
         """True if a piece can show that another buffer changes."""
         return self._resources.buffers.watched
@@ -200,6 +207,10 @@ class Snapshot:
             return False
         streams = self._resources.streams
         return self._resources.retry("read the random streams", lambda: streams.learn(start))
+
+    def drew_on_host(self) -> bool:
+        """Return whether the step has drawn from Python's, numpy's or a user's own host stream."""
+        return self.start is not None and self._resources.streams.hosts_moved(self.start)
 
     def piece_is_lost(self, *, first: bool) -> bool:
         """Return whether the streams at the piece's start are unknown, because they were not read.

@@ -99,3 +99,16 @@ def labels_in(inputs: Any, *, shifts: bool) -> Tensor | None:
         if isinstance(labels, Tensor) and labels.ndim
         else None
     )
+
+
+def ctc_reduction(model: Any) -> str | None:
+    """Return how a model of transformers with a CTC head reduces its loss; None for others.
+
+    The models without that head have the same configuration.
+    """
+    get_base = getattr(model, "get_base_model", lambda: model)  # of peft
+    base = get_base()
+    if not any(kind.__name__.endswith("ForCTC") for kind in type(base).__mro__):
+        return None
+    found: str | None = getattr(getattr(base, "config", None), "ctc_loss_reduction", None)
+    return found

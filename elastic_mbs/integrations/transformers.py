@@ -25,7 +25,7 @@ from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
-from elastic_mbs.integrations.rows import Rows, labels_in
+from elastic_mbs.integrations.rows import Rows, ctc_reduction, labels_in
 from elastic_mbs.integrations.trainer.checks import check_class, check_losses, check_trainer
 from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
 from elastic_mbs.integrations.trainer.packed import Packed, makes_one_row
@@ -126,6 +126,8 @@ class ElasticTrainerMixin(_Base):
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
         check_trainer(self, options)
+        if ctc_reduction(self.model) == "mean":
+            options.setdefault("count", None)
         return self.elastic
 
     @property

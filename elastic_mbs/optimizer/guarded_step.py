@@ -278,11 +278,12 @@ class _Step:
 
     def _no_room(self, verdict: oom.Verdict, *, singly: bool) -> OptimizerStepError:
         """Return the error for a step that fits in none of the ways."""
-        how = ", not even one parameter at a time" if singly else ""
+        how = ", at last one parameter at a time" if singly else ""
         fused = any(group.get("fused") for group in self._optimizer.param_groups)
         other = "" if fused else "fused=True (no copies once its state exists) or foreach=False; "
         return OptimizerStepError(
-            f"{type(self._optimizer).__name__}.step() does not fit{how}. "
+            f"{type(self._optimizer).__name__}.step() ran out of memory each time it was "
+            f"tried{how}. "
             f"It asked for {format_bytes(verdict.requested)}; "
             f"{self._resources.monitor.latest().in_words()}. "
             f"Copies of what it changes take {format_bytes(self._snapshot.nbytes)}: without them "
@@ -484,6 +485,9 @@ def check_optimizer(optimizer: object) -> None:
             if not isinstance(optimizer, Optimizer)
             else "never called Optimizer.__init__"
         )
+        if type(optimizer).__module__.partition(".")[0] == "opacus":
+            kind = "clips the gradient of each sample and adds noise"
+            hint = ", so its step cannot be made again: call its own step()"
         raise UsageError(f"optimizer_step() got a {type(optimizer).__name__}, which {kind}{hint}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ class Comparison:
     """The losses of a few samples, taken whole and in pieces.
 
     The pieces run one after the other, as in a call: each sees the buffers that the one before has
-    left. Random streams are put back for each, and modules are in evaluation.
+    left. Random streams are put back for each, and modules are in evaluation, but where state is
+    compared.
 
     Attributes:
         whole: the losses of all samples.
@@ -74,7 +76,8 @@ class Comparison:
         self.snapshot = snapshot
         self.kept = kept
         self.reduction = resources.settings.reduction
-        self._draws_equally = False
+        self._draws: Callable[[int, int], SampleDraws] | None = None  # of a range of samples
+        self._trains = False
         self._tolerance = 0.0
         limits, n = resources.settings.limits, view.length
         self._cuts: list[Ranges] = [
@@ -127,7 +130,7 @@ class Comparison:
             self.kept.rewind()
         elif streams is not None:
             resources.streams.restore(streams)
-        resources.model.evaluate()
+        self._set_modes()
         with self._around(start, stop):
             cut = map_tensors(self.view.piece(start, stop), torch.clone)
             piece = to_device(cut, resources.piece_device)
@@ -149,18 +152,42 @@ class Comparison:
             if guard is not None:
                 guard.renew()
                 stack.callback(guard.lift)
+            # What a step warns of it says in training, too; here it would say it of every piece.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(warnings.catch_warnings())
-                # of a module that is called as it was written, under a hook on all modules
-                warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are")
             stack.enter_context(torch.inference_mode(False))
             # A loss without a graph is an error that should be found here as well.
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.kept)
-            if self._draws_equally:
-                stack.enter_context(SampleDraws(start, stop))
+            if self._draws is not None:
+                stack.enter_context(self._draws(start, stop))
             yield
+
+    def _set_modes(self) -> None:
+        """Put modules in evaluation, or back in the modes of training where state is compared.
+
+        BatchNorm takes its statistics from the piece, and spectral norm goes on to the same value:
+        neither reads what the pieces before it have left as others do.
+        """
+        if not self._trains:
+            self.resources.model.evaluate()
+            return
+        self.snapshot.unwind_modes()
+        self.kept.put_modes_back()
+        for module in self.modules:
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) or _is_spectral(module):
+                module.training = False
+
+    @contextmanager
+    def in_training(self) -> Iterator[None]:
+        """Run with the modules in the modes of training, and with the draws of each piece."""
+        self._trains, self._draws, draws = True, None, self._draws
+        try:
+            yield
+        finally:
+            self._trains, self._draws = False, draws
 
     def draw_equally(self) -> bool:
         """Run everything again, with the same draws for a sample in its piece as in the whole.
@@ -168,14 +195,31 @@ class Comparison:
         Returns:
             False where that is impossible: a draw is no row for each sample, or is not torch's.
         """
-        self._draws_equally, before = True, (self.whole, self.ones, self.halves)
+        return self._draws is not None or self._drawing(SampleDraws)
+
+    def adds_up_alike(self, name: str | None) -> bool:
+        """Return whether the pieces make up the whole where all samples draw the same numbers.
+
+        Then a draw may have gone to another sample. Else the loss compares samples, or the like.
+        """
+        before = self._draws, self.whole, self.ones, self.halves
+        try:
+            return self._drawing(partial(SampleDraws, alike=True)) and (
+                self.adds_up(name, self.reduction) or self.gradients_add_up(name)
+            )
+        finally:
+            self._draws, self.whole, self.ones, self.halves = before
+
+    def _drawing(self, draws: Callable[[int, int], SampleDraws]) -> bool:
+        """Run everything again with other draws; return False, and leave all, where it fails."""
+        before = self._draws, self.whole, self.ones, self.halves
+        self._draws = draws
         try:
             self.run_all()
         except (UsageError, IndexError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            self._draws_equally = False
-            self.whole, self.ones, self.halves = before
+            self._draws, self.whole, self.ones, self.halves = before
             return False
         return True
 
@@ -274,6 +318,12 @@ class Comparison:
             return None
         pairs = zip(found, leaves, strict=True)
         return torch.cat([_some(gradient, leaf) * weight for gradient, leaf in pairs])
+
+
+def _is_spectral(module: nn.Module) -> bool:
+    """Return whether a module is torch's spectral norm, or has it as a hook."""
+    hooks = module._forward_pre_hooks.values()
+    return any("SpectralNorm" in type(each).__name__ for each in (module, *hooks))
 
 
 def _some(gradient: Tensor | None, leaf: Tensor) -> Tensor:

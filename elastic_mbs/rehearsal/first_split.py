@@ -72,6 +72,8 @@ class FirstSplit:
         name = parts.batch.name
         try:
             report = self._compare(parts, loss_fn)
+            if report.ok and not report.compared:
+                self._warn(name, f"the pieces of {name}: {'; '.join(report.findings)}")
             if report.ok:
                 return ""
             return "; ".join(report.findings) if report.compared else None

@@ -119,6 +119,10 @@ class Kept(TorchDispatchMode):
     def restore(self) -> None:
         """Put everything back. Can be repeated."""
         self.rewind()
+        self.put_modes_back()
+
+    def put_modes_back(self) -> None:
+        """Put the modules back in the modes that they were met in."""
         for module, training, _ in self._modules:
             module.training = training
 

@@ -100,7 +100,7 @@ def way_out(view: BatchView, mean: LabelMean) -> str | None:
 def in_words(mean: LabelMean) -> str:
     """Return the way out for labels that the loss function makes itself."""
     terms = (
-        "the number of such labels"
+        "the number of such labels, under the mask that loss_fn applies to them if any,"
         if mean.weight is None
         else "the sum of the weights of such labels, w[y].sum(),"
     )

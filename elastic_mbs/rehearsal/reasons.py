@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from elastic_mbs.batch.counts import looks_like_token_labels
 from elastic_mbs.rehearsal.comparison import Comparison
 from elastic_mbs.rehearsal.labels import LabelMeans, guessed, in_words, way_out
+from elastic_mbs.rehearsal.moved import moved
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ _UNKNOWN = (
     "of a batch is not made up of its samples' losses: it compares samples with each other "
     "(contrastive, in-batch negatives; Dice, F1 or IoU over the batch; exact as "
     "mbs.backward_embeddings(embed_fn, loss_fn, batch)), normalises by something that count= does "
-    "not say, or depends on the batch's size, or on padding, of which pieces by length have less. "
-    "Its split gradient is not the whole batch's"
+    "not say, or by statistics of the batch (of rewards, say: compute them before the call), or "
+    "depends on the batch's size, or on padding, of which pieces by length have less. Its split "
+    "gradient is not the whole batch's"
 )
 _DRAWS = (
     "draws random numbers, so whole and pieces were not compared: they draw others. To compare "
@@ -63,7 +64,7 @@ def reason_of(compared: Comparison, name: str | None) -> Reason:
             "it draws from a source of randomness that is not in generators=, or keeps a state "
             "outside of buffers (a counter, a running value)"
         )
-    drew = compared.snapshot.drew_since_start()
+    drew, on_host = compared.snapshot.drew_since_start(), compared.snapshot.drew_on_host()
     if drew and not compared.draw_equally():
         return Reason(_DRAWS, wrong=False, compared=False)
     if drew and compared.adds_up(name, compared.reduction):
@@ -71,7 +72,7 @@ def reason_of(compared: Comparison, name: str | None) -> Reason:
     if compared.gradients_add_up(name):  # what cancels out is rounded more than any tolerance
         return Reason("", wrong=False)
     for find in (
-        _moved,
+        moved,
         _reduction,
         _samples,
         _label_mean,
@@ -82,44 +83,9 @@ def reason_of(compared: Comparison, name: str | None) -> Reason:
         found = find(compared, name)
         if found is not None:
             return Reason(found)
-    if drew:  # a draw may have gone to another sample
+    if on_host or (drew and compared.adds_up_alike(name)):
         return Reason(_DRAWS, wrong=False, compared=False)
     return Reason(_UNKNOWN)
-
-
-def _moved(compared: Comparison, name: str | None) -> str | None:
-    """Name the state of a loss that adds up only where it is put back before each piece."""
-    pieces = [(ran.start, ran.stop) for ran in compared.ones]
-    before = _buffers(compared)
-    anew = compared.run(pieces, each_anew=True)
-    if not compared.near(compared.whole[name], compared.joined(anew, name, compared.reduction)):
-        return None
-    after = _buffers(compared)
-    moved = [
-        label
-        for label, value in after.items()
-        if label not in before or not torch.equal(before[label], value)
-    ]
-    what = "a number that a module keeps"
-    if moved:
-        what = f"the buffer {', '.join(moved[:4])}"
-    elif compared.kept.edited:
-        what = f"a tensor {compared.kept.edited[0]}"
-    return (
-        f"reads {what}, which it also changes, so each piece sees what "
-        "the pieces before it have left: return what changes it as an output, and change it once, "
-        "after the call"
-    )
-
-
-def _buffers(compared: Comparison) -> dict[str, Tensor]:
-    """Return copies of the buffers, by their names."""
-    return {
-        f"{type(module).__name__}.{name}": buffer.detach().clone()
-        for module in compared.modules
-        for name, buffer in module._buffers.items()
-        if isinstance(buffer, Tensor) and buffer.layout is torch.strided
-    }
 
 
 def _reduction(compared: Comparison, name: str | None) -> str | None:

@@ -17,6 +17,7 @@ from elastic_mbs.engine.snapshot import Snapshot
 from elastic_mbs.errors import UsageError
 from elastic_mbs.rehearsal.comparison import Comparison
 from elastic_mbs.rehearsal.kept import Kept
+from elastic_mbs.rehearsal.moved import moved_in_training
 from elastic_mbs.rehearsal.reasons import reason_of
 
 
@@ -41,11 +42,10 @@ class VerifyReport:
 
     def __str__(self) -> str:
         """Return the verdict and the findings, a line each."""
-        verdict = "WRONG" if not self.ok else "ok" if self.compared else "not compared"
-        head = (
-            f"{verdict}: loss {self.whole:.9g} taken whole, {self.split:.9g} put together from "
-            "pieces"
-        )
+        figures = f"loss {self.whole:.9g} taken whole, {self.split:.9g} put together from pieces"
+        head = f"{'ok' if self.ok else 'WRONG'}: {figures}"
+        if self.ok and not self.compared:  # the figures differ by their draws
+            head = "not compared"
         return "\n".join([head, *(f"- {finding}" for finding in self.findings)])
 
     def raise_if_wrong(self) -> None:
@@ -55,20 +55,12 @@ class VerifyReport:
 
 
 def _report(compared: Comparison) -> VerifyReport:
-    findings, ok, whole = [], True, dict(compared.whole)
-    split = sum(compared.joined(compared.ones, name, compared.reduction) for name in whole)
-    certain = compared.cuts
-    lost = [text for name in whole if (text := compared.lost(name)) is not None]
-    for name in (
-        [] if lost else [each for each in whole if not compared.adds_up(each, compared.reduction)]
-    ):
-        reason = reason_of(compared, name)
-        ok, certain = ok and not reason.wrong, certain and reason.compared
-        if reason.text:
-            subject = "the loss" if name is None else f"the loss {name!r}"
-            findings.append(f"{subject} {reason.text}")
-    if lost:
-        ok, findings = False, lost
+    ok, certain, findings = _findings(compared)
+    if ok and (state := moved_in_training(compared)) is not None:
+        ok, certain, findings = False, True, [f"the loss {state}"]
+    # those of equal draws, where it was they that were compared
+    whole = sum(compared.whole.values())
+    split = sum(compared.joined(compared.ones, each, compared.reduction) for each in compared.whole)
     if not compared.cuts:
         limits = compared.resources.settings.limits
         findings.append(
@@ -83,7 +75,23 @@ def _report(compared: Comparison) -> VerifyReport:
             "(compared here in eval mode); recipes.convert_ghost_batchnorm makes them the "
             "whole batch's"
         )
-    return VerifyReport(ok, sum(whole.values()), split, tuple(findings), certain)
+    return VerifyReport(ok, whole, split, tuple(findings), certain)
+
+
+def _findings(compared: Comparison) -> tuple[bool, bool, list[str]]:
+    """Return whether the losses are right, whether they were compared, and what was found."""
+    ok, certain, findings = True, compared.cuts, []
+    names = list(compared.whole)
+    lost = [text for name in names if (text := compared.lost(name)) is not None]
+    if lost:
+        return False, certain, lost
+    for name in [each for each in names if not compared.adds_up(each, compared.reduction)]:
+        reason = reason_of(compared, name)
+        ok, certain = ok and not reason.wrong, certain and reason.compared
+        if reason.text:
+            subject = "the loss" if name is None else f"the loss {name!r}"
+            findings.append(f"{subject} {reason.text}")
+    return ok, certain, findings
 
 
 def verify(

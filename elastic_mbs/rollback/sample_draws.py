@@ -32,12 +32,13 @@ class SampleDraws(VersionedMode):
     Args:
         start: the place of the piece's first sample in the batch.
         stop: the place after its last one.
+        alike: all samples draw the same numbers, so it is no matter which of them a draw goes to.
     """
 
-    def __init__(self, start: int, stop: int) -> None:
+    def __init__(self, start: int, stop: int, *, alike: bool = False) -> None:
         super().__init__()
-        self._start = start
         self._samples = stop - start
+        self._places = [0] * self._samples if alike else range(start, stop)
 
     def __torch_dispatch__(
         self,
@@ -81,7 +82,7 @@ class SampleDraws(VersionedMode):
         )
         key = int(torch.empty((), dtype=torch.int64).random_())
         generator = torch.Generator(out.device)
-        for place, row in enumerate(rows.unbind(), self._start):
+        for place, row in zip(self._places, rows.unbind(), strict=True):
             fill(row, generator.manual_seed(_mixed(key, place)))
         return out if rows is out else out.copy_(rows)
 

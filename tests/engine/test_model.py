@@ -225,6 +225,9 @@ class GradSampleModule(nn.Module):
         self.module = module
         module.register_forward_hook(self.capture)
 
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module(x)
+
     def capture(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Keep what the gradients of single samples are made of."""
 
@@ -239,4 +242,22 @@ def test_a_model_that_opacus_trains_is_refused_by_name(
     private = kind(inner)
     for model in (private, [nn.Linear(2, 2), nn.Sequential(private)], inner):
         with pytest.raises(UnsupportedError, match=r"trained privately by opacus.*BatchMemoryMan"):
-            TrainedModel(model)
+            ElasticMBS(model)
+    plain = ElasticMBS(private, enabled=False)  # it splits nothing
+    x = torch.randn(4, 3)
+    assert plain.backward(lambda b: private(b).mean(), x).partition == ((0, 4),)
+    assert plain.evaluate(private, x).shape == (4, 2)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["stand-in", "opacus"])
+def test_a_model_that_becomes_private_after_its_runtime_is_refused_by_name(
+    real: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GradSampleModule, "__module__", "opacus.grad_sample.grad_sample_module")
+    kind: Any = pytest.importorskip("opacus").GradSampleModule if real else GradSampleModule
+    inner = nn.Linear(3, 2)
+    mbs, x = ElasticMBS(inner), torch.randn(4, 3)
+    private = kind(inner)
+    with pytest.raises(UnsupportedError, match=r"trained privately by opacus.*BatchMemoryMan"):
+        mbs.backward(lambda b: private(b).mean(), x)
+    assert inner.weight.grad is None

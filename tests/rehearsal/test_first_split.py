@@ -65,7 +65,10 @@ def test_a_right_loss_is_split_without_a_word(kind: str) -> None:
     mbs = elastic(case.model, micro_batch_size=2, on_event=events.append, **case.options)
     for _ in range(2):
         mbs.backward(case.loss_fn, case.batch)
-    assert warned(events) == []
+    told = warned(events)
+    if kind == "drawn on the host":  # draws that cannot be made equal are told once
+        assert "were not compared" in told.pop()
+    assert told == []
 
 
 def test_a_wrong_loss_is_warned_of_once_in_one_line_with_the_way_out(
@@ -93,9 +96,10 @@ def test_a_right_loss_is_compared_once_on_as_many_samples_as_fit() -> None:
     for _ in range(3):
         mbs.backward(counted(model, runs), pairs())
     compared = [4, 1, 1, 1, 1, 2, 2]
+    compared += [2, 2, 2]  # state that moves in training
     assert runs == [4, 4, *compared, 4, 4, 4, 4]
     mbs.backward(lambda b: counted(model, runs)(b), pairs())  # another function
-    assert runs[13:] == [4, 4, *compared]
+    assert runs[16:] == [4, 4, *compared]
 
 
 def test_switched_off_nothing_runs() -> None:

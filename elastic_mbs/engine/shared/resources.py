@@ -71,9 +71,11 @@ class Resources:
             settings: the options.
             model: the modules.
             log: the sinks.
-            exact: calls are replayed, so a device on which no replay is exact is refused.
+            exact: calls are replayed, so what no replay is exact on is refused.
             peers: the other ranks of the job; None where there are none.
         """
+        if exact:
+            model.refuse_private()
         memory = settings.memory
         self.settings = settings
         self.model = model

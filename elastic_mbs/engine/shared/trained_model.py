@@ -108,6 +108,24 @@ class TrainedModel:
             )
         self.group = group
 
+    def refuse_private(self) -> None:
+        """Refuse a model whose gradients opacus takes apart by samples.
+
+        It can become one after its runtime was made, by hooks alone, so the first call of each loss
+        function looks again.
+
+        Raises:
+            UnsupportedError: it is one.
+        """
+        for module in self.modules:
+            if any(map(_takes_samples_apart, (module, *module._forward_hooks.values()))):
+                raise UnsupportedError(
+                    f"{type(module).__name__} is trained privately by opacus, which clips the "
+                    "gradient of each sample by its share of the piece: a split would change the "
+                    "clipping, and a failure leave it half done. Opacus' own BatchMemoryManager "
+                    "splits such batches; ElasticMBS(model, enabled=False) runs them whole"
+                )
+
     def replace(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
         """Have other leaves in place of parameters, from the next `refresh` on.
 
@@ -270,12 +288,6 @@ def _check(module: nn.Module) -> None:
         raise UsageError(
             f"{kind} has parameters without a shape yet: run one batch through the model first, "
             "under torch.no_grad()"
-        )
-    if any(map(_takes_samples_apart, (module, *module._forward_hooks.values()))):
-        raise UnsupportedError(
-            f"{kind} is trained privately by opacus, which clips the gradient of each sample by "
-            "its share of the piece: a split would change the clipping, and a failure leave it "
-            "half done. Opacus' own BatchMemoryManager splits such batches"
         )
     if not _WRAPPERS.isdisjoint(base.__name__ for base in type(module).__mro__):
         raise UnsupportedError(

@@ -13,6 +13,7 @@ from transformers.training_args import ParallelMode
 
 from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.frameworks import TRL
+from elastic_mbs.integrations.rows import ctc_reduction
 from elastic_mbs.integrations.trainer.packed import makes_one_row
 from elastic_mbs.integrations.trainer.router import check_router
 from elastic_mbs.integrations.trl.kinds import check_kind
@@ -74,6 +75,14 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
         _check_packed(trainer, options)
     check_kind(trainer, options)
     check_router(trainer)
+    if options.get("enabled", True) and ctc_reduction(trainer.model) == "sum":
+        raise UnsupportedError(
+            f"{type(trainer.model).__name__} adds up the losses of a batch "
+            "(config.ctc_loss_reduction='sum'), and the trainer's losses are means: set "
+            'model.config.ctc_loss_reduction = "mean", the mean over samples, and scale the '
+            "learning rate. The sum itself is exact in a loop of your own, with "
+            'ElasticMBS(model, reduction="sum")'
+        )
 
 
 def check_losses(trainer: Any, report: VerifyReport, mismatch: str) -> bool:
