@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,13 @@ from torch.nn import functional
 
 from elastic_mbs.escalation.head import Head, gradients_of, leaves_of
 
+LossOf = Callable[..., Tensor]
+"""Input, weight and bias of a head, and the first row of a chunk → the loss of the chunk."""
+
 
 def chunked_cross_entropy(
     head: Head,
+    dtype: torch.dtype,
     target: Tensor,
     rows: int,
     weight: Tensor | None = None,
@@ -26,6 +30,7 @@ def chunked_cross_entropy(
 
     Args:
         head: the head, of hidden states of shape (…, features).
+        dtype: the type of its logits.
         target: class numbers, of shape (…).
         rows: rows of a chunk.
         weight: as for `cross_entropy`.
@@ -47,7 +52,10 @@ def chunked_cross_entropy(
         )
 
     hidden = head.hidden.flatten(0, -2)
-    total: Tensor = _Chunks.apply(hidden, head.weight, head.bias, loss_of, rows)  # type: ignore[no-untyped-call]
+    # A loss in single precision, as the models of transformers have it, rounds its gradients after
+    # the scale that comes with the backward. Double weights would show that they were not.
+    at_once = head.weight.dtype is not torch.float64 or dtype is torch.float64
+    total: Tensor = _Chunks.apply(hidden, head.weight, head.bias, loss_of, rows, at_once)  # type: ignore[no-untyped-call]
     if reduction == "sum":
         return total
     counts = target != ignore_index
@@ -59,9 +67,10 @@ def chunked_cross_entropy(
 
 
 class _Chunks(torch.autograd.Function):
-    """The sum of the losses of chunks of rows. Their gradients are made while each is at hand.
+    """The sum of the losses of chunks of rows.
 
-    So no chunk runs again in backward, and the product of input and weight is made once.
+    The gradients of a chunk are made while it is at hand, so the product of input and weight is
+    made once. Where that would round them otherwise, each chunk runs again in backward.
     """
 
     @staticmethod
@@ -70,30 +79,18 @@ class _Chunks(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        loss_of: Callable[..., Tensor],
+        loss_of: LossOf,
         rows: int,
+        at_once: bool,
     ) -> Tensor:
         inputs, asked = (hidden, weight, bias), ctx.needs_input_grad
-        grads = [
-            None if each is None or not wanted else torch.zeros_like(each)
-            for each, wanted in zip(inputs, asked, strict=False)
-        ]
-        of_hidden, *sums = grads
-        losses = list[Tensor]()
-        for start in range(0, len(hidden), rows):
-            chunk, *fixed = leaves_of((hidden[start : start + rows], weight, bias), asked)
-            # nothing of a chunk is kept, so nothing of it is to go to the host
-            with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-                loss = loss_of(chunk, *fixed, start)
-            found, *added = gradients_of(loss, (chunk, *fixed))
-            losses.append(loss.detach())
-            if of_hidden is not None and found is not None:
-                of_hidden[start : start + rows] = found
-            for each, more in zip(sums, added, strict=True):
-                if each is not None and more is not None:
-                    each.add_(more)
-        ctx.save_for_backward(hidden, weight, bias, *grads)
-        ctx.loss_of, ctx.rows = loss_of, rows
+        ctx.loss_of, ctx.rows, ctx.at_once = loss_of, rows, at_once
+        grads: Sequence[Tensor | None] = ()
+        if at_once:
+            losses, grads = _with_gradients(inputs, asked, loss_of, rows)
+        else:
+            losses = _losses(ctx, hidden, weight, bias)
+        ctx.save_for_backward(*inputs, *grads)
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -101,12 +98,50 @@ class _Chunks(torch.autograd.Function):
         hidden, weight, bias, *grads = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient of the gradient is asked for
             with torch._C.DisableTorchFunction():
-                starts = range(0, len(hidden), ctx.rows)
-                total = torch.stack(
-                    [ctx.loss_of(hidden[at : at + ctx.rows], weight, bias, at) for at in starts]
-                ).sum()
-            return *gradients_of(total, (hidden, weight, bias), grad), None, None
-        return *(None if each is None else each * grad for each in grads), None, None
+                losses = _losses(ctx, hidden, weight, bias)
+            found = gradients_of(torch.stack(losses).sum(), (hidden, weight, bias), grad)
+        elif ctx.at_once:
+            found = [None if each is None else each * grad for each in grads]
+        else:
+            with torch._C.DisableTorchFunction():
+                _, found = _with_gradients(
+                    (hidden, weight, bias), ctx.needs_input_grad, ctx.loss_of, ctx.rows, grad
+                )
+        return *found, None, None, None
+
+
+def _losses(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    starts = range(0, len(hidden), ctx.rows)
+    return [ctx.loss_of(hidden[at : at + ctx.rows], weight, bias, at) for at in starts]
+
+
+def _with_gradients(
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    asked: Sequence[bool],
+    loss_of: LossOf,
+    rows: int,
+    scale: Tensor | None = None,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the losses of the chunks, and the gradients of the inputs, times `scale`."""
+    hidden, *whole = inputs
+    of_hidden, *sums = (
+        None if each is None or not wanted else torch.zeros_like(each)
+        for each, wanted in zip(inputs, asked, strict=False)
+    )
+    losses = list[Tensor]()
+    for start in range(0, len(hidden), rows):
+        chunk, *fixed = leaves_of((hidden[start : start + rows], *whole), asked)
+        # nothing of a chunk is kept, so nothing of it is to go to the host
+        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            loss = loss_of(chunk, *fixed, start)
+        found, *added = gradients_of(loss, (chunk, *fixed), scale)
+        losses.append(loss.detach())
+        if of_hidden is not None and found is not None:
+            of_hidden[start : start + rows] = found
+        for each, more in zip(sums, added, strict=True):
+            if each is not None and more is not None:
+                each.add_(more)
+    return losses, [of_hidden, *sums]
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -197,7 +197,8 @@ class ChunkedLogits(TorchFunctionMode):
         if isinstance(input, LazyLogits) and self._can_chunk(input, target, given):
             for old in ("size_average", "reduce"):  # None, or it could not be done
                 given.pop(old, None)
-            return chunked_cross_entropy(input.head, target, self._rows(input), **given)
+            rows = self._rows(input)
+            return chunked_cross_entropy(input.head, input.dtype, target, rows, **given)
         return functional.cross_entropy(input, target, *args, **kwargs)
 
     @staticmethod

@@ -155,6 +155,18 @@ def test_gradients_are_those_of_the_whole(small: None, loss: str, model: str) ->
         assert (words.head.weight in others) == (loss in COMPUTED)
 
 
+def test_a_loss_in_single_precision_is_scaled_before_it_is_rounded(small: None) -> None:
+    # as in the models of transformers, of which a piece is a third of its batch
+    words, ids = Words().double(), tokens()
+
+    def loss_fn(z: Tensor, ids: Tensor) -> Tensor:
+        return flat(z.float(), ids) / 3
+
+    wanted = gradients(words, loss_fn, ids)[1:]
+    found = gradients(words, loss_fn, ids, chunked(OtherLayers()))[1:]
+    assert error_of(found, wanted) <= 1e-12
+
+
 def views_edited(z: Tensor, ids: Tensor) -> Tensor:
     rows = z.view(-1, z.shape[-1])
     z.mul_(2)
