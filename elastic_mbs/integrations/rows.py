@@ -24,7 +24,7 @@ class Rows:
     mismatch = (
         "Where the loss is no mean over the labels that are not -100, say what it is a mean over: "
         'elastic={"count": batch → one count per sample}, None for samples. '
-        "Make a sum over samples a mean (of wav2vec2 and its like: ctc_loss_reduction='mean')"
+        "Make a sum over samples a mean"
     )
 
     def __init__(self, trainer: Any) -> None:
