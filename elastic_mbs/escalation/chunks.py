@@ -54,8 +54,12 @@ def chunked_cross_entropy(
     hidden = head.hidden.flatten(0, -2)
     # A loss in single precision, as the models of transformers have it, rounds its gradients after
     # the scale that comes with the backward. Double weights would show that they were not.
-    at_once = head.weight.dtype is not torch.float64 or dtype is torch.float64
-    total: Tensor = _Chunks.apply(hidden, head.weight, head.bias, loss_of, rows, at_once)  # type: ignore[no-untyped-call]
+    double = head.weight.dtype is torch.float64
+    cast = None if double else head.autocast  # which leaves doubles alone
+    total: Tensor = _Chunks.apply(  # type: ignore[no-untyped-call]
+        *(hidden, head.weight, head.bias, loss_of, rows, cast),
+        not double or dtype is torch.float64,
+    )
     if reduction == "sum":
         return total
     counts = target != ignore_index
@@ -81,13 +85,14 @@ class _Chunks(torch.autograd.Function):
         bias: Tensor | None,
         loss_of: LossOf,
         rows: int,
+        cast: torch.dtype | None,
         at_once: bool,
     ) -> Tensor:
         inputs, asked = (hidden, weight, bias), ctx.needs_input_grad
-        ctx.loss_of, ctx.rows, ctx.at_once = loss_of, rows, at_once
+        ctx.loss_of, ctx.rows, ctx.cast, ctx.at_once = loss_of, rows, cast, at_once
         grads: Sequence[Tensor | None] = ()
         if at_once:
-            losses, grads = _with_gradients(inputs, asked, loss_of, rows)
+            losses, grads = _with_gradients(inputs, asked, loss_of, rows, cast)
         else:
             losses = _losses(ctx, hidden, weight, bias)
         ctx.save_for_backward(*inputs, *grads)
@@ -104,10 +109,9 @@ class _Chunks(torch.autograd.Function):
             found = [None if each is None else each * grad for each in grads]
         else:
             with torch._C.DisableTorchFunction():
-                _, found = _with_gradients(
-                    (hidden, weight, bias), ctx.needs_input_grad, ctx.loss_of, ctx.rows, grad
-                )
-        return *found, None, None, None
+                inputs, asked = (hidden, weight, bias), ctx.needs_input_grad
+                _, found = _with_gradients(inputs, asked, ctx.loss_of, ctx.rows, ctx.cast, grad)
+        return *found, None, None, None, None
 
 
 def _losses(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
@@ -120,17 +124,22 @@ def _with_gradients(
     asked: Sequence[bool],
     loss_of: LossOf,
     rows: int,
+    cast: torch.dtype | None,
     scale: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the losses of the chunks, and the gradients of the inputs, times `scale`."""
+    """Return the losses of the chunks, and the gradients of the inputs, times `scale`.
+
+    The product of the head is made in the type `cast`, that of autocast.
+    """
     hidden, *whole = inputs
+    fixed = leaves_of(whole, asked[1:], cast)  # once: autocast would do it for each chunk
     of_hidden, *sums = (
         None if each is None or not wanted else torch.zeros_like(each)
         for each, wanted in zip(inputs, asked, strict=False)
     )
     losses = list[Tensor]()
     for start in range(0, len(hidden), rows):
-        chunk, *fixed = leaves_of((hidden[start : start + rows], *whole), asked)
+        (chunk,) = leaves_of([hidden[start : start + rows]], asked, cast)
         # nothing of a chunk is kept, so nothing of it is to go to the host
         with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
             loss = loss_of(chunk, *fixed, start)

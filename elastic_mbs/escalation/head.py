@@ -108,10 +108,15 @@ class Head:
         return found
 
 
-def leaves_of(inputs: Sequence[Tensor | None], asked: Sequence[bool]) -> list[Any]:
-    """Return these tensors outside of their graph, each with a gradient where one is asked for."""
+def leaves_of(
+    inputs: Sequence[Tensor | None], asked: Sequence[bool], dtype: torch.dtype | None = None
+) -> list[Any]:
+    """Return these tensors outside of their graph, each with a gradient where one is asked for.
+
+    They are of the type `dtype`, where one is given.
+    """
     return [
-        None if each is None else each.detach().requires_grad_(wanted)
+        None if each is None else each.detach().to(dtype or each.dtype).requires_grad_(wanted)
         for each, wanted in zip(inputs, asked, strict=False)
     ]
 
