@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from elastic_mbs.controller.growth import (
@@ -54,6 +55,8 @@ from elastic_mbs.controller.messages import (
     Extent,
     Key,
     Move,
+    Reading,
+    no_reading,
     shape_class,
 )
 from elastic_mbs.controller.policy import Limits, Policy
@@ -115,7 +118,7 @@ class Controller:
             size: the largest size that fits; 0 where only a trial can show one.
         """
         batch = Extent(samples, elements, samples)
-        track = self._tracks.get(key) or self._new_track(key, batch, None)
+        track = self._tracks.get(key) or self._new_track(key, batch, no_reading)
         self._tracks[key] = track
         track.recent.append((samples, elements))
         track.memory = memory
@@ -158,18 +161,20 @@ class Controller:
 
     # ------------------------------------------------------------------ one call
 
-    def begin(self, key: Key, batch: Extent, capacity: Capacity | None = None) -> Decision:
-        """Open a call; `capacity` is the latest reading, None where there is none.
+    def begin(self, key: Key, batch: Extent, reading: Reading = no_reading) -> Decision:
+        """Open a call; `reading` returns the latest reading, which is asked for longer samples.
 
         A call that is still open on this track is abandoned.
         """
         track = self._tracks.get(key)
         if track is None:
-            track = self._tracks[key] = self._new_track(key, batch, capacity)
+            track = self._tracks[key] = self._new_track(key, batch, reading)
         elif track.call is not None:
             self.abandon(key)
         track.recent.append(batch[:2])
-        size, length = size_of_call(track, batch, self._limits, self._budget(track, capacity))
+        size, length = size_of_call(
+            track, batch, self._limits, partial(self._budget, track, reading)
+        )
         known = track.calls >= self._policy.patience and track.memory.covers(
             length * batch.elements, batch.elements
         )
@@ -336,23 +341,22 @@ class Controller:
             raise UsageError(f"no call of {key} is running: begin() comes first")
         return track, track.call
 
-    def _new_track(self, key: Key, batch: Extent, capacity: Capacity | None) -> Track:
+    def _new_track(self, key: Key, batch: Extent, reading: Reading) -> Track:
         """Make a track: it starts as large, in elements, as the one of the nearest shape class."""
         near = key.nearest(self._tracks)
         if self._start is not None:
             size = self._start
         elif near is not None:
             track = self._tracks[near]
-            size = first_size(track, batch, self._limits, self._budget(track, capacity))
+            size = first_size(track, batch, self._limits, partial(self._budget, track, reading))
         else:
             size = WHOLE
         return Track(self._limits.clamp(size), self._patience(), decided_at=self._clock())
 
-    def _budget(self, track: Track, capacity: Capacity | None) -> float | None:
+    def _budget(self, track: Track, reading: Reading) -> float | None:
         """Return the bytes that a call may reach as it begins; None where they do not count."""
-        if capacity is None or not self._policy.grow:
-            return None
-        return self._margin.budget(track, capacity)
+        capacity = reading() if self._policy.grow else None
+        return None if capacity is None else self._margin.budget(track, capacity)
 
     def _patience(self) -> int:
         patience = self._policy.patience

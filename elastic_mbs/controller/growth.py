@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 from elastic_mbs.batch.pieces import smallest_size
 from elastic_mbs.controller.messages import Capacity, Extent
@@ -154,7 +155,7 @@ def smaller_size(
 
 
 def size_of_call(
-    track: Track, batch: Extent, limits: Limits, available: float | None
+    track: Track, batch: Extent, limits: Limits, budget: Callable[[], float | None]
 ) -> tuple[int, int]:
     """Return the size for a call, and the length of its longest piece.
 
@@ -165,26 +166,30 @@ def size_of_call(
         track: the measurements, and the size.
         batch: the batch of the call.
         limits: the sizes that are allowed.
-        available: bytes that the peak may reach; None where they do not count.
+        budget: returns the bytes that the peak may reach; None where they do not count.
     """
     samples, elements, largest = batch
     size, length = track.size_below_ceilings(limits, samples, elements, largest)
-    if available is None or not track.memory.is_new(length * elements, elements):
+    if not track.memory.is_new(length * elements, elements):
         return size, length
-    fitting = smaller_size(track, batch, length, limits, available)
+    available = budget()
+    fitting = None if available is None else smaller_size(track, batch, length, limits, available)
     if fitting is None:
         return size, length
     size = min(size, limits.clamp(fitting))
     return size, limits.longest(samples, size)
 
 
-def first_size(near: Track, batch: Extent, limits: Limits, available: float | None) -> int:
+def first_size(
+    near: Track, batch: Extent, limits: Limits, budget: Callable[[], float | None]
+) -> int:
     """Return the first size of a track: as many elements as the track of another length has.
 
     It is smaller where the measurements of that track say that they do not fit. The arguments are
     those of `size_of_call`.
     """
     size = min(WHOLE, near.size * near.expected()[1] // batch.elements)
+    available = budget()
     if available is None:
         return size
     longest = limits.longest(batch.samples, min(batch.largest, limits.clamp(size)))

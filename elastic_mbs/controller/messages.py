@@ -5,7 +5,7 @@ They are named tuples, because each call makes several of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 
@@ -47,6 +47,14 @@ class Capacity(NamedTuple):
 
     bytes: int
     at: float  # when it was taken, by the controller's clock
+
+
+Reading = Callable[[], Capacity | None]
+"""Returns the latest reading of the memory; None where there is none."""
+
+
+def no_reading() -> None:
+    """Return that there is no reading."""
 
 
 class Decision(NamedTuple):

@@ -201,7 +201,7 @@ def _begun(
         count_batch(resources, view)
         held = held_beside(resources, _full(resources, gradients))
         controller.resume(key, extent, capacity, held)
-    decision = controller.begin(key, extent, resources.capacity())
+    decision = controller.begin(key, extent, resources.capacity)
     return decision, Progress(schedule, decision.size)
 
 

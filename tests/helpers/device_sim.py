@@ -123,7 +123,7 @@ class Job:
         key = Key(name, "train", shape_class(elements))
         began = self.device.clock.now
         lost_before = self.lost
-        decision = self.controller.begin(key, Extent(samples, elements, samples), self.reading())
+        decision = self.controller.begin(key, Extent(samples, elements, samples), self.reading)
         size = decision.size
         waiting = list(self._cut(0, samples, size))
         done: list[tuple[int, int]] = []

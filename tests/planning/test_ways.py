@@ -153,8 +153,8 @@ def test_moved_bytes_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> No
     moved = []
 
     class Noted(HostSlot):
-        def __init__(self, tensor: Tensor) -> None:
-            super().__init__(tensor)
+        def __init__(self, tensor: Tensor, way: Any) -> None:
+            super().__init__(tensor, way)
             moved.append(tensor.nbytes)
 
     monkeypatch.setattr("elastic_mbs.escalation.offload.HostSlot", Noted)

@@ -219,9 +219,9 @@ def test_only_tensors_that_nobody_else_keeps_go_to_the_host(
     gone: list[Tensor] = []
     slot = offload.HostSlot
 
-    def seen(tensor: Tensor) -> Any:
+    def seen(tensor: Tensor, way: Any) -> Any:
         gone.append(tensor.detach())
-        return slot(tensor)
+        return slot(tensor, way)
 
     monkeypatch.setattr(offload, "HostSlot", seen)
     model, batch = deep(blocks=1), long_samples(samples=2, length=256)
