@@ -113,6 +113,26 @@ def test_a_rank_without_memory_ends_the_batch_on_all_and_old_gradients_are_back(
     assert max(first, second) < 1e-12
 
 
+def out_of_memory_without_a_batch(rank: int, world: int) -> tuple[int, float]:
+    """Return at how many places rank 1 has run out, and the largest error of a reported loss."""
+    job = Job(rank, world)
+    struck, off = 0, 0.0
+    for place in range(1, 100):
+        with InjectOOM([place] if rank == 1 else []) as fault:
+            batch = data(0, place) if rank == 0 else None
+            result = job.mbs.backward(lambda x: square(job.ddp(x)), batch)
+        loss = square(job.reference(data(0, place))).item()
+        off = max(off, abs(result.loss.item() - loss) / loss)
+        struck += len(fault.hits)
+    return struck, off
+
+
+def test_a_rank_without_a_batch_reports_the_loss_in_full_wherever_it_runs_out() -> None:
+    (_, first), (struck, second) = values(run_ranks(out_of_memory_without_a_batch))
+    assert struck > 5
+    assert max(first, second) < 1e-14
+
+
 def bad_batch(rank: int, world: int) -> tuple[str, float]:
     job = Job(rank, world)
     batch: Any = data(rank, 0)

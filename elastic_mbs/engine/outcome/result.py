@@ -65,7 +65,9 @@ class StepResult:
 
         Only a read of its value waits for the device.
         """
-        if len(self._losses) != 1:
+        if not self._losses:  # nothing is kept: its type would be taken for that of the losses
+            return torch.zeros(())
+        if len(self._losses) > 1:
             self._losses = (_sum(self._losses),)
         return self._losses[0]
 
