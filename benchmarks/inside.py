@@ -225,8 +225,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(given.names) - set(names):
         parser.error(f"no such model here: {', '.join(sorted(unknown))}")
     escalate = "auto" if given.escalate == ["auto"] else tuple(given.escalate)
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     names = given.names or names
     rows: Sequence[Row | Half]
     rows = _half_table(names, escalate) if given.half else _table(names, escalate)
@@ -237,4 +235,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # not in main, which tests call: it is the process's own
+    torch.set_num_threads(1)
     sys.exit(main())

@@ -300,8 +300,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write the rows")
     given = parser.parse_args(argv)
     limit = given.budget_mib * MIB
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     print(f"{'in ' + str(given.budget_mib) + ' MiB':32}  {'tokens':>7}  {'peak':>9}")
     found = list[Longest]()
     for way in WAYS:
@@ -325,4 +323,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # not in main, which tests call: it is the process's own
+    torch.set_num_threads(1)
     sys.exit(main())

@@ -341,8 +341,6 @@ def main() -> None:
     parser.add_argument("--visit", nargs=3, type=int, default=VISIT, metavar="STEP")
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("elastic_mbs").setLevel(logging.ERROR)
     print(HEADER, "|" + " --- |" * (HEADER.count("|") - 1), sep="\n", flush=True)
     results = []
     for name in options.models:
@@ -363,4 +361,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     main()

@@ -1,8 +1,10 @@
 import gc
 import importlib
+import logging
 import os
 import random
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -101,6 +103,19 @@ def compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.node.get_closest_marker("verifies") or request.config.getoption("verify"):
         return
     monkeypatch.setattr(FirstSplit, "__call__", lambda self, parts, loss_fn: None)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_logging() -> Iterator[None]:
+    """Fail the test that leaves logging changed, and not a later one that waits for a message."""
+    logger = logging.getLogger("elastic_mbs")
+
+    def settings() -> tuple[int, int, bool, bool]:
+        return logging.root.manager.disable, logger.level, logger.propagate, logger.disabled
+
+    before = settings()
+    yield
+    assert settings() == before, "this test has changed the settings of logging for good"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "it has many parameters (default 1)"
     )
     parser.add_argument("--stride", type=whole(1), metavar="N", default=1, help=stride)
+    first = (
+        "the first point to strike: runs with `--stride 10` and 1 to 10 here strike all points, "
+        "each a tenth of them (default 1)"
+    )
+    parser.add_argument("--first", type=whole(1), metavar="N", default=1, help=first)
     parser.add_argument(
         "--max-points",
         type=whole(1),
@@ -121,7 +126,8 @@ def main(options: argparse.Namespace) -> int:
     code = PASSED
     for target in targets:
         summary = Summary(target.name)
-        sweep = Sweep(target, options.stride, options.max_points, options.call or tuple(CALLS))
+        calls = options.call or tuple(CALLS)
+        sweep = Sweep(target, options.stride, options.first, options.max_points, calls)
         code = max(code, _case(sweep, options.dimension, summary))
         table.append(summary)
         print(summary.line(), flush=True)
@@ -132,7 +138,11 @@ def main(options: argparse.Namespace) -> int:
         f"{total.points} injection points, {total.exact} exact, {total.bad()}, worst error "
         f"{total.worst:.1e}, {time.monotonic() - began:.0f} s"
     )
-    figures = total.as_json() | {"case": "all", "stride": options.stride}
+    figures = total.as_json() | {
+        "case": "all",
+        "stride": options.stride,
+        "first": options.first,
+    }
     write_figures(options.json, {**figures, "cases": [each.as_json() for each in table]})
     return code
 

@@ -42,6 +42,7 @@ class Sweep:
 
     target: Target
     stride: int = 1  # step from one point to the next
+    first: int = 1  # number of the first point
     # Largest number of points in a dimension, about, drawn by the case's name; None for all.
     most: int | None = None
     calls: Sequence[str] = tuple(CALLS)
@@ -83,7 +84,7 @@ class Sweep:
             for way, clean in ways.items()
             for pattern in patterns
             for n in range(1, clean.operations + 1)
-        ][:: self.stride]
+        ][self.first - 1 :: self.stride]
         if self.most is not None and self.most < len(points):
             drawn = random.Random(self.target.name).sample(range(len(points)), self.most)
             points = [points[i] for i in sorted(drawn)]
@@ -122,7 +123,7 @@ class Sweep:
                 known[way, fault] = [
                     (*at, n) for at, seen in strikes.seen.items() for n in sorted({1, seen})
                 ]
-            for line in self._some(known[way, fault][:: self.stride]):
+            for line in self._some(known[way, fault][self.first - 1 :: self.stride]):
                 yield self._run(Lines(Operations(first, distances), line, exception), way)
 
     def _run(

@@ -69,6 +69,17 @@ def test_the_command_prints_a_table_and_refuses_unknown_cases(
     assert "no_such_case" in capsys.readouterr().err
 
 
+def test_runs_that_begin_at_different_points_share_the_points() -> None:
+    def struck(sweep: Sweep) -> list[list[str]]:
+        return [outcome.hits for outcome in sweep.operations(ways, ("once",))]
+
+    whole = Sweep(builtin("mlp"), stride=5, calls=("backward",))
+    ways = whole.ways()
+    parts = [struck(replace(whole, stride=10, first=first)) for first in (1, 6)]
+    assert min(map(len, parts)) > 5
+    assert sorted(parts[0] + parts[1]) == sorted(struck(whole))
+
+
 @pytest.mark.parametrize(
     ("owner", "method", "broken", "name"),
     [
