@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -58,7 +59,7 @@ class Batch:
     own_graph: bool = False
     sources: Callable[[], Iterable[Any]] = tuple
 
-    @property
+    @cached_property
     def key(self) -> Key:
         """The kind of call, by which sizes and limits are kept."""
         mode = "train" if self.training else "eval"

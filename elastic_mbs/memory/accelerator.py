@@ -6,8 +6,9 @@ Nothing here synchronises the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import torch
@@ -129,10 +130,8 @@ class DeviceMeter:
             stats = self._accelerator.memory_stats()
         except _NO_FIGURES:
             return None
-        allocated = stats.get("active_bytes.all.current", 0)
-        reserved = stats.get("reserved_bytes.all.current", 0)
-        peak_allocated = stats.get("active_bytes.all.peak", 0)
-        peak_reserved = stats.get("reserved_bytes.all.peak", 0)
+        allocated, peak_allocated = _now_and_peak(stats, "active_bytes")
+        reserved, peak_reserved = _now_and_peak(stats, "reserved_bytes")
         if not reserved or peak_allocated < allocated or peak_reserved < reserved:
             return None  # cudaMallocAsync reports zero for some of these
         retries = stats.get("num_alloc_retries", 0)
@@ -150,6 +149,12 @@ class DeviceMeter:
             return  # without a device there is no peak either, and `usage` says so
         now = self.usage()
         self._idle = now.reserved - now.allocated if now is not None else 0
+
+
+def _now_and_peak(stats: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """Return the present and the largest value of a statistic, 0 where there is none."""
+    both = stats.get(name, {}).get("all", {})
+    return both.get("current", 0), both.get("peak", 0)
 
 
 def _accelerator(device: torch.device | str) -> Accelerator:

@@ -173,7 +173,7 @@ class FakeCuda:
             "memory_reserved",
             "get_per_process_memory_fraction",
             "mem_get_info",
-            "memory_stats",
+            "memory_stats_as_nested_dict",
         ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name), raising=False)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.resets.append)
@@ -194,5 +194,12 @@ class FakeCuda:
             raise self.info
         return self.info
 
-    def memory_stats(self, _: torch.device) -> dict[str, int]:
-        return self.stats
+    def memory_stats_as_nested_dict(self, _: torch.device) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in self.stats.items():
+            kind, *rest = name.split(".")
+            if rest:
+                found.setdefault(kind, {}).setdefault("all", {})[rest[-1]] = value
+            else:
+                found[kind] = value
+        return found

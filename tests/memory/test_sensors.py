@@ -241,7 +241,7 @@ def test_statistics_that_cannot_be_true_are_no_statistics(
 def test_a_meter_without_a_device_does_not_raise(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("memory_stats", "reset_peak_memory_stats"):
+    for name in ("memory_stats_as_nested_dict", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, raiser(torch.AcceleratorError("lost")))
     monkeypatch.setattr(torch.cuda, "current_device", raiser(RuntimeError("no driver")))
     meter = DeviceMeter("cuda")
