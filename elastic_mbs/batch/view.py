@@ -68,7 +68,8 @@ class BatchView:
         if self._rows is not None:
             self.tensors = list(self._rows.values())
             self.length, elements = self.tensors[0].shape[0], sum(map(_NUMEL, self.tensors))
-            if known_lists is None and self.length > 1:  # once for each loss function
+            # once for each loss function
+            if known_lists is None and self.length > 1 and type(batch) is not Tensor:
                 self.known_lists = _shown(batch, self._rows)
         else:
             # also those that pass whole and those inside per-sample items
@@ -139,6 +140,8 @@ class BatchView:
             return self.sorted.piece(self._tree[0], start, stop)
         if self._rows is None:
             return self._tree[0].piece(start, stop)
+        if type(self.batch) is Tensor:
+            return self.batch[start:stop]
         parts = {}
         # not a comprehension, which is a call of its own: this runs for every piece
         for key, tensor in self._rows.items():
@@ -297,11 +300,15 @@ def _checked(dims: Any) -> dict[str, Any]:
 def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
     """Return the parts of a dict, tuple or list of a few dense tensors of one length.
 
-    Most loaders give such batches. None for any other, which has to be read as a tree.
+    A dense tensor is its own part. Most loaders give such batches. None for any other, which has to
+    be read as a tree.
     """
-    if type(batch) not in _FLAT or not 0 < len(batch) <= MANY:
+    if type(batch) is Tensor:
+        parts: Mapping[Any, Tensor] = {(): batch}
+    elif type(batch) not in _FLAT or not 0 < len(batch) <= MANY:
         return None
-    parts = kind_of(type(batch)).take(batch)
+    else:
+        parts = kind_of(type(batch)).take(batch)
     tensors = parts.values()
     if tells(parts) or set(map(type, tensors)) != _PLAIN or set(map(_LAYOUT, tensors)) != _DENSE:
         return None

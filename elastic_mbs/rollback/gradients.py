@@ -107,6 +107,15 @@ class Ledger:
         extra = self._noted.extra.get(id(leaf))
         return id(leaf) in self._model or (extra is not None and extra.leaf() is leaf)
 
+    def has_any(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Return whether one of these leaves is known.
+
+        It is asked in every call about all leaves of every optimizer.
+        """
+        if not self._model.keys().isdisjoint(map(id, leaves)):
+            return True
+        return bool(self._noted.extra) and any(leaf in self for leaf in leaves)
+
     def leaves(self) -> list[torch.Tensor]:
         """Return every leaf that is still there."""
         return [

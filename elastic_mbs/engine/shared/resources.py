@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +38,8 @@ from elastic_mbs.rollback.gradients import Ledger
 from elastic_mbs.rollback.random_streams import RandomStreams, check_generators
 
 T = TypeVar("T")
+
+_PARAMETERS = itemgetter("params")
 
 
 class Resources:
@@ -168,10 +172,8 @@ class Resources:
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer steps a leaf that a backward of this runtime can reach."""
-        leaf_of, ledger = self.model.leaf_of, self.ledger
-        return any(
-            leaf_of(leaf) in ledger for group in optimizer.param_groups for leaf in group["params"]
-        )
+        parameters = chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))
+        return self.ledger.has_any(self.model.leaves_of(parameters))
 
     def forget_model(self) -> None:
         """Drop the view of the model: it can have changed without the ledger's knowledge."""

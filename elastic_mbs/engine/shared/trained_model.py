@@ -139,6 +139,10 @@ class TrainedModel:
         """Return the leaf that a step computes with in place of a parameter, mostly itself."""
         return self._stand_ins.get(id(parameter), parameter)
 
+    def leaves_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the leaf of each parameter."""
+        return list(map(self.leaf_of, parameters) if self._stand_ins else parameters)
+
     def forget(self) -> None:
         """Make the next `refresh` find everything new."""
         self._trainable = None
