@@ -190,9 +190,10 @@ class WaitingForMemory(Event):
 
 @dataclass(frozen=True)
 class Escalated(Event):
-    """The smallest micro-batch does not fit: this loss function runs with less memory from now on.
+    """This loss function runs with less memory and more work from now on.
 
-    It also takes more time. See `RecoveryOptions.escalate`.
+    The smallest micro-batch does not fit, or a plan has found that fewer pieces make up for the
+    work. See `RecoveryOptions.escalate`.
     """
 
     level: ClassVar[int] = logging.WARNING
@@ -200,17 +201,20 @@ class Escalated(Event):
         "samples {start}:{stop} do not fit{need} and cannot be cut: from now on with {way}, the "
         "next way of escalate=, for {key}"
     )
-    start: int  # first sample of the piece that does not fit
+    planned: ClassVar[str] = "from now on with {way} for {key}, as planned: {why}"
+    start: int  # first sample of the piece that does not fit; of the batch, where it is planned
     stop: int  # one past its last sample
     by: str  # the rung of `RecoveryOptions.escalate`
     key: str  # kind of call (loss function, train or eval, shape class)
     part: str = ""  # of that rung: "2 of 8 blocks", "one tensor ahead"; empty for all of it
     needed: int | None = None  # bytes that this process needs without it, at least
+    why: str = ""  # the reason of a plan; empty where a piece does not fit
 
     def line(self) -> str:
         """Return the event as one log line."""
         need = "" if self.needed is None else f" in less than {format_bytes(self.needed)}"
-        return self.text.format_map({**vars(self), "way": _way(self.by, self.part), "need": need})
+        words = {**vars(self), "way": _way(self.by, self.part), "need": need}
+        return (self.planned if self.why else self.text).format_map(words)
 
 
 @dataclass(frozen=True)

@@ -414,10 +414,11 @@ class ElasticMBS(RuntimeFigures):
             batch: a batch as training has them.
             optimizer: counts its step and its state, also the state that it does not have yet.
             budget: bytes (or "8GiB") that must be enough; None: what this process could hold now.
-            compare: compares offloading saved tensors, checkpointing and neither, too; `ways` and
-                `fastest` of the report say which makes the batch in the least time.
-            apply: the next call starts at the largest micro-batch that fits; False only predicts,
-                and no size changes.
+            compare: compares each way of `RecoveryOptions.escalate` with none; `ways` and `fastest`
+                of the report say which makes the batch in the least time.
+            apply: the next call starts at the largest micro-batch that fits, in the fastest way
+                where `compare` has found one that `escalate` allows; False only predicts, and
+                nothing changes.
 
         Raises:
             UsageError: batch, counts or loss make no sense, or `loss_fn` keeps tensors.

@@ -38,7 +38,7 @@ def envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Return the lines that are the highest at some x ≥ 1, the flattest first."""
     hull: list[tuple[float, Line]] = []  # each with the x from which on it is the highest
     for line in sorted(lines, key=lambda line: (line.slope, line.at(0))):
-        while hull and line.at(hull[-1][0]) >= hull[-1][1].at(hull[-1][0]):
+        while hull and _is_above(line, *hull[-1]):
             hull.pop()
         begins = 1.0
         if hull:
@@ -46,6 +46,14 @@ def envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
             begins = (last.at(0) - line.at(0)) / (line.slope - last.slope)
         hull.append((begins, line))
     return tuple(line for _, line in hull)
+
+
+def _is_above(line: Line, begins: float, last: Line) -> bool:
+    """Return whether a line is above the last one from where that is the highest.
+
+    Of two with one slope the later one is, by their order; rounding can tell otherwise.
+    """
+    return line.slope == last.slope or line.at(begins) >= last.at(begins)
 
 
 class _Seen(NamedTuple):

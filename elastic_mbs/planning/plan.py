@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -252,6 +252,7 @@ class _Traced:
             before=self._pieces(largest),
             known=known,
         )
+        plain = self._model(self.lines, held, step)
         found = list[PlannedWay]()
         every = {NONE: self.lines, **self.ways} if self.ways else {}
         for way, lines in every.items():
@@ -261,10 +262,35 @@ class _Traced:
             model = self._model(lines, held, step)
             size = largest if way == NONE else self._largest(model, usable)
             peak = self._least(model)
+            planned = of(
+                way, trace=lines.largest, largest=size, pieces=self._pieces(size), peak=peak
+            )
+            until = None if way == NONE else self._until(planned, plain, time)
             found.append(
-                of(way, trace=lines.largest, largest=size, pieces=self._pieces(size), peak=peak)
+                replace(planned, until=until, step=None if way == NONE else way, model=model)
             )
         return tuple(found)
+
+    def _until(
+        self, way: PlannedWay, plain: PeakModel, time: tuple[float, float] | None
+    ) -> int | None:
+        """Return the bytes with which the batch takes no more time without a way; see `ways`."""
+        samples = self.view.worth
+        if not way.largest or way.seconds is None or time is None:
+            # which does not fit now, where this way is the only one
+            return self._needed(plain, min(self.context.settings.policy.limits.floor, samples))
+        per_sample, per_piece = time
+        over = way.seconds - per_sample * samples  # that pieces may take without a way
+        pieces = min(samples, int(over / per_piece)) if per_piece else samples
+        size = self._clamp(-(-samples // pieces)) if pieces > 0 else 0
+        if not size:
+            return None
+        return self._needed(plain, size)
+
+    def _needed(self, model: PeakModel, size: int) -> int | None:
+        """Return the bytes that pieces of a size need, with the policy's margin."""
+        peak = model.predict(size * self.view.elements, first=self._is_first(size))
+        return None if peak is None else round(peak / (1 - self.context.settings.policy.margin))
 
     def _least(self, model: PeakModel) -> int | None:
         """Return the peak of the smallest piece, in bytes; None where it is not known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from elastic_mbs.controller.peak import PeakModel
+from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.events import format_bytes
 
 
@@ -59,6 +60,9 @@ class PlannedWay:
         reason: why this way is impossible, or changes nothing; None if it is possible.
         peak: bytes at the highest point with the smallest piece, before any margin. Chunks and
             tiles are made smaller still where memory is short.
+        until: bytes with which "none" takes no more time; None if that is never so or not known.
+        step: the step itself; None for "none".
+        model: the peak as a function of elements; None if the way is impossible.
     """
 
     name: str
@@ -70,6 +74,9 @@ class PlannedWay:
     pays: float | None = None
     reason: str | None = None
     peak: int | None = None
+    until: int | None = None
+    step: Step | None = field(default=None, repr=False, compare=False)
+    model: PeakModel | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -103,12 +110,37 @@ class PlanReport:
     @property
     def fastest(self) -> str | None:
         """The way with the least time for the batch; None if none fits or times are not known."""
+        return None if self.chosen is None else self.chosen.name
+
+    @property
+    def chosen(self) -> PlannedWay | None:
+        """The way named by `fastest`."""
         fitting = [way for way in self.ways if way.largest]
         if len(fitting) == 1 or (fitting and fitting[0].name == "none" and fitting[0].pieces == 1):
             # the only one that fits; or the batch is not split, and less work is faster
-            return fitting[0].name
-        known = [(way.seconds, way.name) for way in fitting if way.seconds is not None]
-        return min(known)[1] if known and len(known) == len(fitting) else None
+            return fitting[0]
+        known = [(way.seconds, way.name, way) for way in fitting if way.seconds is not None]
+        return min(known)[2] if known and len(known) == len(fitting) else None
+
+    @property
+    def why(self) -> str:
+        """The reason why a way is the fastest, in words; empty where it is not known."""
+        chosen = self.chosen
+        if chosen is None:
+            return ""
+        none, fitting = self.ways[0], [way for way in self.ways if way.largest]
+        if chosen is none and none.pieces == 1:
+            return "the batch fits whole, and no other way has less work"
+        if len(fitting) == 1:
+            return "nothing else fits"
+        if chosen is none:
+            return f"{none.pieces} pieces cost less than the work or the copies of any other way"
+        if not none.largest:
+            return "the least time of the ways that fit; as it is, not even the smallest piece does"
+        return (
+            f"{_pieces(chosen)} in {_in_words(chosen.seconds)} s, and as it is "
+            f"{_pieces(none)} in {_in_words(none.seconds)} s"
+        )
 
     def __str__(self) -> str:
         """Return the verdict and the table."""
@@ -161,28 +193,8 @@ class PlanReport:
             if any(way.largest for way in self.ways)
             else "not even the smallest size fits"
         )
-        return [*_table(rows), *notes, f"fastest: {self._choice() or unknown}"]
-
-    def _choice(self) -> str | None:
-        """Return the fastest way and why it is; None where it is not known."""
-        chosen = next((way for way in self.ways if way.name == self.fastest), None)
-        if chosen is None:
-            return None
-        none, fitting = self.ways[0], [way for way in self.ways if way.largest]
-        if chosen is none and none.pieces == 1:
-            why = "the batch fits whole, and no other way has less work"
-        elif len(fitting) == 1:
-            why = "nothing else fits"
-        elif chosen is none:
-            why = f"{none.pieces} pieces cost less than the work or the copies of any other way"
-        elif not none.largest:
-            why = "the least time of the ways that fit; as it is, not even the smallest piece does"
-        else:
-            why = (
-                f"{_pieces(chosen)} in {_in_words(chosen.seconds)} s, and as it is "
-                f"{_pieces(none)} in {_in_words(none.seconds)} s"
-            )
-        return f"{chosen.name} ({why})"
+        fastest = unknown if self.chosen is None else f"{self.chosen.name} ({self.why})"
+        return [*_table(rows), *notes, f"fastest: {fastest}"]
 
     def _verdict(self) -> str:
         if self.capacity is None or self.usable is None:

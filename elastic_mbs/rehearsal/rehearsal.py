@@ -18,9 +18,11 @@ from elastic_mbs.engine.shared.peers import quiet
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.errors import NestedCallError, UnsupportedError
+from elastic_mbs.escalation.ladder import Ladder
+from elastic_mbs.events import Escalated
 from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.planning.plan import Budget, plan
-from elastic_mbs.planning.report import PlanReport
+from elastic_mbs.planning.report import PlannedWay, PlanReport
 from elastic_mbs.rehearsal.samples import Signs
 from elastic_mbs.rehearsal.verify import VerifyReport, verify
 
@@ -61,16 +63,42 @@ class Rehearsal:
     ) -> PlanReport:
         """Predict the memory of a step. See `ElasticMBS.plan`."""
         capacity = None if budget is None else parse_bytes(budget)
-        name, _ = names_of(loss_fn)
+        name, identity = names_of(loss_fn)
         read = partial(self._batches.read, batch, name, ((), {}), training=True)
         controller = self._knowledge.controller
         with self._read("plan", read) as (view, counts), quiet(self._resources.peers):
             key = Key(name, "train", shape_class(view.elements))
-            there = Budget(capacity, controller.time(key))
+            model = self._resources.model
+            ladder = self._knowledge.profile_of((name, identity), model.generation).ladder
+            # A measured time is one with the steps that are in use.
+            there = Budget(capacity, None if ladder.steps else controller.time(key))
             report = plan(self._resources, view, counts, loss_fn, optimizer, there, compare=compare)
         if apply and report.model is not None and report.largest is not None:
-            controller.planned(key, view.worth, view.elements, report.model, report.largest)
+            way = self._way(report, key, ladder)
+            memory, size = report.model, report.largest
+            if way is not None and way.model is not None:
+                memory, size = way.model, way.largest
+            controller.planned(key, view.worth, view.elements, memory, size)
         return report
+
+    def _way(self, report: PlanReport, key: Key, ladder: Ladder) -> PlannedWay | None:
+        """Return the way in use from now on; None where it is none, or was not planned.
+
+        The fastest one is put in use where `escalate` has it, and no other step is.
+        """
+        if ladder.steps:
+            return next((way for way in report.ways if (way.step,) == ladder.steps), None)
+        way = report.chosen
+        if way is None or way.step is None or way.step.rung not in self._resources.rungs():
+            return None
+        ladder.climb(way.step, way.until)
+        self._knowledge.controller.needs_other(key)
+        name = self._resources.settings.name
+        step, samples = way.step, report.samples
+        self._resources.log.emit(
+            Escalated(name, 0, samples, step.rung, str(key), step.part, None, report.why)
+        )
+        return way
 
     @contextmanager
     def _read(

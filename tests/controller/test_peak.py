@@ -36,6 +36,12 @@ def test_the_envelope_has_the_highest_line_of_every_size_and_no_other(
     assert [line.slope for line in hull] == sorted({line.slope for line in hull})
 
 
+def test_two_lines_that_differ_by_rounding_are_one() -> None:
+    lower, upper = Line(104896, 8216.0, 136.0), Line(113088, 24.0, 136.0)
+    hull = envelope([Line(139776, 24.0, 24.0), lower, upper])
+    assert [line.slope for line in hull] == [24.0, 136.0]
+
+
 @settings(deadline=None, max_examples=100)
 @given(sizes, st.sampled_from([0.5, 0.9, 1.0, 1.3, 4.0]))
 def test_one_measurement_corrects_every_size(measured: int, factor: float) -> None:

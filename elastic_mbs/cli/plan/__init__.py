@@ -107,6 +107,10 @@ def _measure(mbs: ElasticMBS, job: Job) -> None:
 
 def document(report: PlanReport) -> dict[str, Any]:
     """Return the document that `--json` prints."""
-    found = asdict(replace(report, model=None))
-    del found["model"]
+    ways = tuple(replace(way, model=None, step=None) for way in report.ways)
+    found = asdict(replace(report, model=None, ways=ways))
+    for each in (found, *found["ways"]):
+        del each["model"]
+    for way in found["ways"]:
+        del way["step"]
     return {"schema": SCHEMA, "version": VERSION, **found, "fastest": report.fastest}

@@ -9,15 +9,13 @@ the ways out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from elastic_mbs.engine.attempt import Failure
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.recovery.refusal import Try, has_room, needed_by, refusal
 from elastic_mbs.errors import MicroBatchFloorError
-from elastic_mbs.escalation.checkpoint import checkpointable, is_compiled
+from elastic_mbs.escalation.checkpoint import checkpointable
 from elastic_mbs.events import Escalated, WaitingForMemory
-from elastic_mbs.memory import Headroom, MemoryBudget
+from elastic_mbs.memory import Headroom
 from elastic_mbs.memory.processes import describe
 
 _TRIES = 2
@@ -86,7 +84,7 @@ class Floor:
                 settings,
                 self._tries,
                 training=training,
-                compiled=self._is_compiled(),
+                compiled=parts.resources.is_compiled(),
             )
         )
 
@@ -140,7 +138,7 @@ class Floor:
         ladder = parts.profile.ladder
         found = parts.resources.asynchronous
         ahead = found is not None and found.copies_ahead
-        step = ladder.next(self._rungs(), self._blocks, copies_ahead=ahead)
+        step = ladder.next(parts.resources.rungs(), self._blocks, copies_ahead=ahead)
         if step is None:
             return False
         needed = needed_by(failure)
@@ -161,22 +159,6 @@ class Floor:
             )
         )
         return True
-
-    def _rungs(self) -> Sequence[str]:
-        """Return the rungs that may be taken.
-
-        By itself nothing is moved from the host to the host. Compiled modules run as they are.
-        """
-        recovery, resources = self._parts.resources.settings.recovery, self._parts.resources
-        rungs: Sequence[str] = recovery.rungs
-        if self._is_compiled():
-            rungs = [rung for rung in rungs if rung == "offload"]
-        if recovery.escalate != "auto" or not resources.on_cpu or MemoryBudget.current():
-            return rungs
-        return [rung for rung in rungs if rung != "offload"]
-
-    def _is_compiled(self) -> bool:
-        return any(map(is_compiled, self._parts.resources.model.modules))
 
     def _blocks(self) -> int:
         """Return how many blocks of the model can be checkpointed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -18,6 +18,7 @@ from elastic_mbs.engine.outcome.timing import Telemetry
 from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.running import check_capture
 from elastic_mbs.engine.shared.trained_model import TrainedModel
+from elastic_mbs.escalation.checkpoint import is_compiled
 from elastic_mbs.events import EventLog, SensorBack, SensorLost
 from elastic_mbs.memory import (
     Headroom,
@@ -32,7 +33,7 @@ from elastic_mbs.memory import (
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.host_guard import margin_of, refuse_devices
 from elastic_mbs.memory.sensor import trouble_with
-from elastic_mbs.options import Settings
+from elastic_mbs.options import Rung, Settings
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.gradients import Ledger
 from elastic_mbs.rollback.random_streams import RandomStreams, check_generators
@@ -152,6 +153,22 @@ class Resources:
         """Look again at the model's trainable leaves."""
         if self.model.refresh():
             self.ledger.set_leaves(self.model.leaves)
+
+    def is_compiled(self) -> bool:
+        """Return whether `torch.compile` has compiled a module of the model."""
+        return any(map(is_compiled, self.model.modules))
+
+    def rungs(self) -> Sequence[Rung]:
+        """Return the rungs of `escalate` that may be taken.
+
+        By itself nothing is moved from the host to the host. Compiled modules run as they are.
+        """
+        recovery = self.settings.recovery
+        by_itself = recovery.escalate == "auto" and self.on_cpu and not MemoryBudget.current()
+        left_out = {"offload"} if by_itself else set[str]()
+        if self.is_compiled():
+            left_out |= {"logits", "tile", "checkpoint"}
+        return [rung for rung in recovery.rungs if rung not in left_out]
 
     def take_over(self, generators: list[Any], *, for_good: bool) -> None:
         """Put these random generators back after failures, too, where their states can be read.
