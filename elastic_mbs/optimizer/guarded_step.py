@@ -63,8 +63,12 @@ class GuardedStep:
             # it changes no parameter; its hooks run, and a scheduler counts it
             optimizer.step()
             return
+        # an interrupt between a `torch.no_grad()` block and its exit leaves gradients disabled
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            self._make(optimizer)
+
+    def _make(self, optimizer: Optimizer) -> None:
         what = "keep the optimizer's state"
-        gradients = torch.is_grad_enabled()
         step = None
         try:
             try:
@@ -86,9 +90,6 @@ class GuardedStep:
                 with suppress(MemoryError):  # its hooks then run again
                     self._hooked[optimizer] = _gradients(optimizer)
             raise
-        finally:
-            # an interrupt between a `torch.no_grad()` block and its exit leaves them disabled
-            torch.set_grad_enabled(gradients)
 
 
 def refuse_closure(closure: object) -> None:
