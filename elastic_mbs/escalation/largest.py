@@ -170,10 +170,11 @@ class _Watch(VersionedMode):
         made = LargeTensor(
             nbytes, tensor.dtype, tuple(tensor.shape), _origin(_running(), self._names)
         )
+        self._seen.pop(id(storage), None)  # of one that is gone: the order is that of making
         self._seen[id(storage)] = _Seen(weakref.ref(storage), made)
 
     def alive(self) -> list[LargeTensor]:
-        """Return the tensors that are alive, the largest first."""
+        """Return the tensors that are alive, the largest first, and the oldest of one size."""
         found = [seen.tensor for seen in self._seen.values() if seen.storage() is not None]
         return sorted(found, key=lambda tensor: -tensor.nbytes)
 
