@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from elastic_mbs.batch.agreement.texts import place_of
+from elastic_mbs.batch.containers import dotted, walk
 from elastic_mbs.batch.counts import count_tokens
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import CountError
@@ -189,13 +191,4 @@ def _field_of(view: BatchView, labels: Tensor) -> tuple[str, bool] | None:
 
 def _place(batch: Any, name: str) -> str:
     """Return the place of a field of a batch `b`, as Python code."""
-    code, value = "b", batch
-    for part in name.split("."):
-        if isinstance(value, Mapping):
-            key = part if part in value else _key(part)
-            code, value = f"{code}[{key!r}]", value[key]
-        elif part.isdecimal():
-            code, value = f"{code}[{part}]", value[int(part)]
-        else:
-            code, value = f"{code}.{part}", getattr(value, part)
-    return code
+    return place_of(next(path for path, _ in walk(batch) if dotted(path) == name), batch)
