@@ -180,10 +180,10 @@ def first_look(
         yield (
             "count",
             f"{label!r} has labels of -100 and no count= was given, so every sample weighs the "
-            "same, however many labels it has: "
-            f"give count=count_tokens({label!r}), with shift=True for a causal language model "
-            "that shifts its labels itself, "
-            "and verify(loss_fn, batch) to check",
+            "same, however many labels it has. "
+            f"If the loss is a mean over labels: count=count_tokens({label!r}), with shift=True "
+            "for a causal language model that shifts its labels itself. If it is a mean over "
+            "samples (ctc_loss), that is right. verify(loss_fn, batch) tells",
         )
     if sequence_first is not None:
         yield from _along_time(view, sequence_first)
