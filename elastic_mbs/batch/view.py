@@ -145,6 +145,11 @@ class BatchView:
             parts[key] = tensor[start:stop]
         return kind_of(type(self.batch)).put(self.batch, parts)
 
+    def numbers(self, start: int, stop: int) -> Sequence[int]:
+        """Return the numbers in the batch of samples `start` to `stop` of the pieces' order."""
+        every = range(self.length) if self.sorted is None else self.sorted.order
+        return every[start:stop]
+
     def example(self, size: int) -> tuple[int, int, float]:
         """Return the start and stop of a piece of about `size`, and its size to a fraction."""
         return (0, size, size) if self.costs is None else self.costs.example(size)
