@@ -17,6 +17,7 @@ from torch import Tensor
 
 from elastic_mbs.batch.agreement.agree import Agreement
 from elastic_mbs.batch.agreement.questions import is_certain
+from elastic_mbs.batch.agreement.said_graphs import check_said_graphs
 from elastic_mbs.batch.containers import (
     Path,
     Role,
@@ -104,6 +105,8 @@ class BatchView:
         dims = _checked(self._dims) if self._dims else {}
         read = Agreement(self.batch, dims, self.known_lists, self._placeholders)
         _check_counts(read.root, read.samples, read.layout)
+        if dims:
+            check_said_graphs(read.root, read.samples)
         self.known_lists = read.known
         return read.root, read.ends, read.samples
 
