@@ -46,7 +46,8 @@ def moved_in_training(compared: Comparison) -> tuple[str, float] | None:
             return None  # a few samples may be too few for training, which says nothing of state
     if _same(compared, after_another, alone):
         return None
-    off = [abs(loss - alone.losses[name]) for name, loss in after_another.losses.items()]
+    pairs = [(loss, alone.losses[name]) for name, loss in after_another.losses.items()]
+    off = [abs(one - other) for one, other in pairs if not (math.isnan(one) and math.isnan(other))]
     makes = max(math.inf if math.isnan(each) else each for each in off)
     return f"reads {_what(compared, left)}, which it also changes in training, {_WAY_OUT}", makes
 
