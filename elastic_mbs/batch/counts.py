@@ -33,6 +33,13 @@ from elastic_mbs.errors import CountError
 
 CountFn = Callable[[Any], Any]  # batch → loss terms per sample, a vector of length N
 
+# right for a mask of any number of dimensions, one included
+_BY_SAMPLE = (
+    "  where mask, such as labels != -100, has a row per sample: "
+    "mask.reshape(len(mask), -1).sum(1)\n"
+    "  count_tokens(key=...) counts labels so, along whichever dimension the samples lie"
+)
+
 
 @dataclass(slots=True)
 class _Column:
@@ -165,8 +172,7 @@ def _column(count: Any, view: BatchView, where: str) -> _Column:
     if len(values) != view.length:
         raise CountError(
             f"{where} returned {len(values)} counts for a batch of {view.length} samples: it must "
-            "return one count per sample\n"
-            "  sum over every dimension but the first, e.g. (labels != -100).sum(1)"
+            f"return one count per sample\n{_BY_SAMPLE}"
         )
     if not set(map(type, values)) <= {int, float}:
         values = [_number(value, i, where) for i, value in enumerate(values)]
@@ -206,15 +212,11 @@ def _on_host(result: Any, where: str) -> list[Any]:
             f"count={{{', '.join(map(repr, result))}: ...}}"
         )
     if isinstance(result, Real) or getattr(result, "ndim", 1) != 1:
+        equal = "  where all samples count the same: torch.full((N,), count) for N samples\n"
         many = getattr(result, "ndim", 0) > 1
-        remedy = (
-            "sum over every dimension but the first"
-            if many
-            else "where all samples count the same: torch.full((N,), count)"
-        )
         raise CountError(
-            f"{where} returned {_described(result)}: it must return one count per sample\n  "
-            f"{remedy}"
+            f"{where} returned {_described(result)}: it must return one count per sample\n"
+            f"{'' if many else equal}{_BY_SAMPLE}"
         )
     if isinstance(result, Tensor) or _is_array(result):
         return list(result.tolist())

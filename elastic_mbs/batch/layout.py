@@ -94,6 +94,7 @@ class Node:
     # passed whole with numpy arrays in it, which have no version that would show an edit in place
     copied: bool = False
     ragged: RaggedField | None = None  # the way to cut it, of Cut.RAGGED
+    opened: Any = None  # what its splitter cuts, of Cut.CUSTOM
     children: dict[Any, Node] = field(default_factory=dict)
 
     def piece(self, start: int, stop: int) -> Any:
@@ -113,7 +114,7 @@ class Node:
             part = self.ragged.piece(value, start, stop)
             return self.with_items(part) if type(part) is list else part
         if self.kind.splitter is not None and cut is Cut.CUSTOM:
-            return self.kind.splitter.cut(value, start, stop)
+            return self.kind.splitter.cut(value, self.opened, start, stop)
         return fresh(value) if self.copied else value
 
     def with_items(self, items: Sequence[Any]) -> Any:
@@ -220,7 +221,9 @@ class Layout:
                 f"{where(path)} is of type {type_name(type(value))}: register_splitter says how "
                 f"it is cut, and dim {given} cannot"
             )
-        return Node(Cut.CUSTOM, path, value, kind, size=kind.splitter.length(value))
+        opened = kind.splitter.opened(value)
+        size = kind.splitter.length(opened)
+        return Node(Cut.CUSTOM, path, value, kind, size=size, opened=opened)
 
     def _tensor(self, value: Any, path: Path, kind: Kind, given: Any) -> Node:
         is_tensor = kind.role is Role.TENSOR

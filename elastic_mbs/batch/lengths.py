@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from elastic_mbs.batch.agreement.texts import place_of
 from elastic_mbs.batch.containers import (
     Path,
     Role,
@@ -98,6 +99,7 @@ class ByLength:
                     "pass it as it is"
                 )
         self._length, self._trim = length, {str(name): dim for name, dim in (trim or {}).items()}
+        self.trimmed = tuple(self._trim)  # names that `trim` says something of
         self._warn_once = warn_once
         self._untrimmed: set[Path] = set()  # places that once held more than padding
 
@@ -199,7 +201,7 @@ class ByLength:
             raise BatchError(
                 f"length={name!r}: some samples begin with 0, and only padding at the end is "
                 "trimmed: pad on the right, or, if 1 means padding: "
-                f"length=lambda batch: (batch[{name!r}] == 0).sum(1)"
+                f"length=lambda b: ({place_of(end.path, batch)} == 0).sum({1 - end.dim})"
             )
         width = valid.shape[1]
         positions = torch.arange(1, width + 1, device=valid.device)

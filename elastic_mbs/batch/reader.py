@@ -93,9 +93,12 @@ class BatchReader:
                 sequence_first=None if self._dims else self._sequence_first(),
             ):
                 self._warn_once(kind, sentence)
-            if self._dims:
-                for missing, sentence in absent(self._dims, batch):
-                    self._warn_once(f"dims {name} {missing}", sentence)
+            for option, said in (
+                ("dims", self._dims or ()),
+                ("trim", self._by_length.trimmed if self._by_length else ()),
+            ):
+                for missing, sentence in absent(option, said, batch):
+                    self._warn_once(f"{option} {name} {missing}", sentence)
             self._looked_at.add(name)
         check_graphs(view)
         return view
@@ -177,10 +180,10 @@ def first_look(
         yield (
             "count",
             f"{label!r} has labels of -100 and no count= was given, so every sample weighs the "
-            "same, however many labels it has: "
-            f"give count=count_tokens({label!r}), with shift=True for a causal language model "
-            "that shifts its labels itself, "
-            "and verify(loss_fn, batch) to check",
+            "same, however many labels it has. "
+            f"If the loss is a mean over labels: count=count_tokens({label!r}), with shift=True "
+            "for a causal language model that shifts its labels itself. If it is a mean over "
+            "samples (ctc_loss), that is right. verify(loss_fn, batch) tells",
         )
     if sequence_first is not None:
         yield from _along_time(view, sequence_first)
@@ -200,12 +203,12 @@ def first_look(
             return
 
 
-def absent(dims: Dims, batch: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, sentence) of each name in `dims` that the batch does not have.
+def absent(option: str, said: Iterable[Any], batch: Any) -> Iterator[tuple[str, str]]:
+    """Yield (name, sentence) of each name said in an option that the batch does not have.
 
     It is no error: some batches of a loader can lack a field.
     """
-    missing = unmatched(map(str, dims), batch)
+    missing = unmatched(map(str, said), batch) if said else []
     if not missing:
         return
     names = list(dict.fromkeys(dotted(path) for path, _ in walk(batch)))
@@ -215,7 +218,7 @@ def absent(dims: Dims, batch: Any) -> Iterator[tuple[str, str]]:
         more = " and others" if set(names) - set(near) and near else ""
         yield (
             name,
-            f"dims names {name!r}, which stands for nothing in the batch, {has}{more}: it says "
+            f"{option} names {name!r}, which stands for nothing in the batch, {has}{more}: it says "
             "nothing there. If the field can be absent, that is right",
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_mbs.batch.foreign.graphs import (
+    Places,
     is_batch_of_graphs,
     nodes_of_graphs,
     number_of_graphs,
@@ -45,6 +46,8 @@ class Splitter:
     # the rows that each sample brings (its nodes), by which its memory is modelled; None: all bring
     # the same
     rows_of: Callable[[Any], list[int] | None] = lambda value: None
+    # what is known of a value is found once, for all of its pieces: `slice_of` gets it
+    opened: Callable[[Any], Any] = lambda value: value
     keeps_type: dict[type, bool] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,20 +96,18 @@ class Splitter:
             raise self._error("length", f"returned {size!r}: it must return an int ≥ 0")
         return size
 
-    def cut(self, value: Any, start: int, stop: int) -> Any:
+    def cut(self, value: Any, opened: Any, start: int, stop: int) -> Any:
         """Return a piece; the value itself where that is all of it and pieces are of its type."""
-        if start == 0 and stop > 1 and stop == self.length(value) and self._keeps_type(value):
-            return value
-        return self._cut(value, start, stop)
+        if start == 0 and stop > 1 and stop == self.length(opened):
+            kind = type(value)
+            if kind not in self.keeps_type:  # a look at one sample, once
+                self.keeps_type[kind] = type(self._cut(opened, 0, 1)) is kind
+            if self.keeps_type[kind]:
+                return value
+        return self._cut(opened, start, stop)
 
-    def _keeps_type(self, value: Any) -> bool:
-        kind = type(value)
-        if kind not in self.keeps_type:  # a look at one sample, once
-            self.keeps_type[kind] = type(self._cut(value, 0, 1)) is kind
-        return self.keeps_type[kind]
-
-    def _cut(self, value: Any, start: int, stop: int) -> Any:
-        piece = self.slice_of(value, start, stop)
+    def _cut(self, opened: Any, start: int, stop: int) -> Any:
+        piece = self.slice_of(opened, start, stop)
         # A piece of another type (a plain tensor, say) is none that the length function knows.
         if piece is None or (isinstance(piece, self.cls) and self.length(piece) != stop - start):
             got = "None" if piece is None else f"{self.length(piece)} samples"
@@ -145,6 +146,7 @@ def splitter_of(cls: type) -> Splitter | None:
             lambda batch: _tensors_in(batch.to_dict()),
             lambda batch, fn: copy.copy(batch).apply(fn),
             rows_of=nodes_of_graphs,
+            opened=Places,
         )
     if all(hasattr(cls, name) for name in ("batch_size", "batch_dims", "auto_batch_size_")):
         return Splitter(

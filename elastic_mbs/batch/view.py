@@ -17,6 +17,7 @@ from torch import Tensor
 
 from elastic_mbs.batch.agreement.agree import Agreement
 from elastic_mbs.batch.agreement.questions import is_certain
+from elastic_mbs.batch.agreement.said_graphs import check_said_graphs
 from elastic_mbs.batch.containers import (
     Path,
     Role,
@@ -105,6 +106,8 @@ class BatchView:
         dims = _checked(self._dims) if self._dims else {}
         read = Agreement(self.batch, dims, self.known_lists, self._placeholders)
         _check_counts(read.root, read.samples, read.layout)
+        if dims:
+            check_said_graphs(read.root, read.samples)
         self.known_lists = read.known
         return read.root, read.ends, read.samples
 
@@ -147,6 +150,11 @@ class BatchView:
         for key, tensor in self._rows.items():
             parts[key] = tensor[start:stop]
         return kind_of(type(self.batch)).put(self.batch, parts)
+
+    def numbers(self, start: int, stop: int) -> Sequence[int]:
+        """Return the numbers in the batch of samples `start` to `stop` of the pieces' order."""
+        every = range(self.length) if self.sorted is None else self.sorted.order
+        return every[start:stop]
 
     def example(self, size: int) -> tuple[int, int, float]:
         """Return the start and stop of a piece of about `size`, and its size to a fraction."""

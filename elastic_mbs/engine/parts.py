@@ -151,7 +151,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     snapshot = Snapshot(resources, (key, batch.identity))
     resources.refresh_model()
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
-    if batch.training and not profile.seen:
+    if batch.training:
         resources.model.refuse_private()
     _look_around(resources, batch, first=not profile.seen)
     gradients = CallGradients(resources, profile, training=batch.training)

@@ -299,6 +299,7 @@ class ElasticTrainerMixin(_Base):
         ):
             return
         metrics = BatchMetrics(self)
+        self.model.train()  # as the trainer's step begins: state can move in training alone
         try:
             with self._elastic_rows.comparable(), self._elastic_router.left_out():
                 report = self.elastic.verify(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from elastic_mbs.batch.agreement.texts import place_of
+from elastic_mbs.batch.containers import dotted, walk
 from elastic_mbs.batch.counts import count_tokens
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import CountError
@@ -128,15 +132,32 @@ def _key(name: str) -> str | int:
 def guessed(
     view: BatchView, is_mean_over: Callable[[Sequence[float]], bool], ready: str | None
 ) -> str | None:
-    """Return the `count=` that makes the pieces add up, from the batch's own labels and masks.
+    """Return the `count=` that makes the pieces add up, from the batch's own fields.
+
+    Labels that look so come first, numbers of the samples next (the lengths of CTC's targets), and
+    other labels and masks last: a value that few samples end with can be a label in others.
 
     Args:
         view: the samples.
         is_mean_over: returns whether the loss is a mean over so many terms of each sample.
         ready: the name of a field that is tried first.
     """
-    tensors = sorted(view.named_tensors(), key=lambda each: each[0] != ready)
-    for name, tensor in tensors:
+    fields = view.named_tensors()
+    labels = [field for field in fields if field[0] == ready]
+    others = [field for field in fields if field[0] != ready]
+    for counted, found in chain(
+        _by_labels(view, labels, ready), _by_numbers(view), _by_labels(view, others, ready)
+    ):
+        if is_mean_over(counted):
+            return found
+    return None
+
+
+def _by_labels(
+    view: BatchView, fields: Sequence[tuple[str, Tensor]], ready: str | None
+) -> Iterator[tuple[list[float], str]]:
+    """Yield counts of the labels or the mask that a field may be, each with its advice."""
+    for name, tensor in fields:
         several = view.rows_of(tensor) is not None  # each sample has several, flat in one row
         rows = tensor.cpu().reshape(-1, 1) if several else rows_of(view, tensor)
         # of several rows other fields than labels count as many by chance: first rows, positions
@@ -147,9 +168,18 @@ def guessed(
                     counted = count_tokens(key, ignore_index=value, shift=shift).of(view)
                 except CountError:
                     continue
-                if is_mean_over([float(each) for each in counted]):
-                    return _token_count(name, value, shift=shift)
-    return None
+                yield [float(each) for each in counted], _token_count(name, value, shift=shift)
+
+
+def _by_numbers(view: BatchView) -> Iterator[tuple[list[float], str]]:
+    """Yield the fields that have a number for each sample, each with its advice."""
+    for name, tensor in view.named_tensors():
+        if not name or tensor.ndim != 1 or tensor.is_complex() or not _has_a_row_each(view, name):
+            continue
+        numbers = [float(each) for each in tensor.tolist()]
+        if all(0 <= each < math.inf for each in numbers):
+            place = _place(view.batch, name)
+            yield numbers, f"is divided by the sum of {name!r}: give count=lambda b: {place}"
 
 
 def _values(rows: Tensor) -> Iterator[int]:
@@ -189,13 +219,4 @@ def _field_of(view: BatchView, labels: Tensor) -> tuple[str, bool] | None:
 
 def _place(batch: Any, name: str) -> str:
     """Return the place of a field of a batch `b`, as Python code."""
-    code, value = "b", batch
-    for part in name.split("."):
-        if isinstance(value, Mapping):
-            key = part if part in value else _key(part)
-            code, value = f"{code}[{key!r}]", value[key]
-        elif part.isdecimal():
-            code, value = f"{code}[{part}]", value[int(part)]
-        else:
-            code, value = f"{code}.{part}", getattr(value, part)
-    return code
+    return place_of(next(path for path, _ in walk(batch) if dotted(path) == name), batch)

@@ -23,11 +23,14 @@ def moved(compared: Comparison, name: str | None) -> str | None:
     return f"reads {_what(compared, before)}, which it also changes, {_WAY_OUT}"
 
 
-def moved_in_training(compared: Comparison) -> str | None:
+def moved_in_training(compared: Comparison) -> tuple[str, float] | None:
     """Name the state that a loss reads and moves in training alone.
 
     The second of two pieces runs after the first, and without it. It draws the same numbers, so
     nothing but state can make a difference.
+
+    Returns:
+        What is moved, and the difference that it makes to a loss of the piece.
     """
     pieces = [(ran.start, ran.stop) for ran in compared.halves[:2]]
     if not any(compared.snapshot.training) or len(pieces) < 2:
@@ -43,7 +46,10 @@ def moved_in_training(compared: Comparison) -> str | None:
             return None  # a few samples may be too few for training, which says nothing of state
     if _same(compared, after_another, alone):
         return None
-    return f"reads {_what(compared, left)}, which it also changes in training, {_WAY_OUT}"
+    pairs = [(loss, alone.losses[name]) for name, loss in after_another.losses.items()]
+    off = [abs(one - other) for one, other in pairs if not (math.isnan(one) and math.isnan(other))]
+    makes = max(math.inf if math.isnan(each) else each for each in off)
+    return f"reads {_what(compared, left)}, which it also changes in training, {_WAY_OUT}", makes
 
 
 _WAY_OUT = (

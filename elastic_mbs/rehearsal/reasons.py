@@ -123,8 +123,10 @@ def _label_mean(compared: Comparison, name: str | None) -> str | None:
         for ran, mean in zip(compared.ones, pieces, strict=True):
             counted[ran.start] = mean.terms()  # of the piece
         if compared.is_mean_over(name, counted):
-            found = way_out(compared.view, whole) or _guess(compared, name) or in_words(whole)
-            return _named(compared, name, found)
+            found = way_out(compared.view, whole)
+            if found is None and whole.weight is None:  # else a guess would fit by chance
+                found = _guess(compared, name)
+            return _named(compared, name, found or in_words(whole))
     return None
 
 

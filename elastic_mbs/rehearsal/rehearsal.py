@@ -117,6 +117,7 @@ class Rehearsal:
         with self._resources.peers.beside():
             self._resources.refresh_model()
             self._resources.follow_model()
+            self._resources.model.refuse_private()
             found = self._resources.retry("look at the batch", read)
             self.total = found[1].total
             try:

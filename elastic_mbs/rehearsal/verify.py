@@ -32,6 +32,8 @@ class VerifyReport:
         findings: everything that is wrong or worth knowing, each with the way out.
         compared: the losses could be compared; False where they draw other random numbers, or
             are not finite.
+        moved: the difference to the loss of a piece that the pieces before it make in training, by
+            state that the loss reads and moves.
     """
 
     ok: bool
@@ -39,6 +41,7 @@ class VerifyReport:
     split: float
     findings: tuple[str, ...]
     compared: bool = True
+    moved: float = 0.0
 
     def __str__(self) -> str:
         """Return the verdict and the findings, a line each."""
@@ -56,8 +59,9 @@ class VerifyReport:
 
 def _report(compared: Comparison) -> VerifyReport:
     ok, certain, findings = _findings(compared)
+    moved = 0.0
     if ok and (state := moved_in_training(compared)) is not None:
-        ok, certain, findings = False, True, [f"the loss {state}"]
+        ok, certain, findings, moved = False, True, [f"the loss {state[0]}"], state[1]
     # those of equal draws, where it was they that were compared
     whole = sum(compared.whole.values())
     split = sum(compared.joined(compared.ones, each, compared.reduction) for each in compared.whole)
@@ -75,7 +79,7 @@ def _report(compared: Comparison) -> VerifyReport:
             "(compared here in eval mode); recipes.convert_ghost_batchnorm makes them the "
             "whole batch's"
         )
-    return VerifyReport(ok, whole, split, tuple(findings), certain)
+    return VerifyReport(ok, whole, split, tuple(findings), certain, moved)
 
 
 def _findings(compared: Comparison) -> tuple[bool, bool, list[str]]:

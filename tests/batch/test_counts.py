@@ -1,5 +1,6 @@
 """Counts are read once, and their weights add up to one for every split."""
 
+import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -147,8 +148,7 @@ def test_of_several_losses_some_may_have_no_term_in_the_whole_batch() -> None:
         ),
         (
             torch.ones(3, 2),
-            r"count returned a tensor of shape \(3, 2\): .*one count per sample\n  sum over every "
-            r"dimension but the first",
+            r"count returned a tensor of shape \(3, 2\): .*one count per sample\n  where mask",
         ),
         (np.ones((3, 2)), r"count returned a tensor of shape \(3, 2\)"),
         (None, r"count returned None \(of type NoneType\): it must return one number per sample"),
@@ -171,6 +171,25 @@ def test_counts_that_make_no_sense_are_named(values: Any, message: str) -> None:
     if not isinstance(values, dict):
         with pytest.raises(CountError, match=message.replace("count", r"count\['mlm'\]", 1)):
             Counts.read({"nsp": None, "mlm": lambda batch: values}, view_of(3))
+
+
+@pytest.mark.parametrize("wrong", [7, torch.ones(4), torch.ones(3, 2)], ids=repr)
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 4), (3, 4, 2), (3, 2, 2, 2)], ids=repr)
+def test_the_count_that_an_error_advises_is_right_for_labels_of_any_shape(
+    wrong: Any, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(CountError) as refused:
+        read(wrong, 3)
+    (advised,) = re.findall(r"mask\.reshape.*", str(refused.value))
+    labels = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1)) - 100
+    mask, view = labels != -100, BatchView({"labels": labels})
+    each = [sum(np.ravel(sample).tolist()) for sample in mask.numpy()]
+    advice = Counts.read(lambda batch: eval(advised, {"mask": mask}), view, "sum")
+    tokens = Counts.read(count_tokens(key="labels"), view, "sum")
+    assert [advice.weights(i, i + 1, "mean")[None] for i in range(3)] == [
+        n / sum(each) for n in each
+    ]
+    assert advice.total == tokens.total == sum(each) > 0
 
 
 @pytest.mark.parametrize("values", [[0, 0, 0], torch.zeros(3)])

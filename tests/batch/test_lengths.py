@@ -190,7 +190,7 @@ RIGHT = padded(LENGTHS, 6)
     [
         (RIGHT, "no_mask", None, "there is no 'no_mask'"),
         (RIGHT | {"mask": RIGHT["mask"].flip(1)}, "mask", None, "pad on the right"),
-        (RIGHT | {"mask": RIGHT["mask"] == 0}, "mask", None, r"\(batch\['mask'\] == 0\).sum\(1\)"),
+        (RIGHT | {"mask": RIGHT["mask"] == 0}, "mask", None, r"\(b\['mask'\] == 0\).sum\(1\)"),
         (RIGHT | {"mask": RIGHT["mask"].double()}, "mask", None, "no mask of shape"),
         (RIGHT | {"mask": RIGHT["mask"].sum(1)}, "mask", None, "no mask of shape"),
         (RIGHT, lambda batch: torch.ones(5), None, "batch of 6 samples"),
@@ -212,6 +212,24 @@ def test_what_cannot_be_sorted_or_trimmed_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(BatchError, match=says):
         view(batch, length, trim)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_length_advised_for_a_mask_of_padding_is_right_when_followed(
+    nested: bool, dim: int
+) -> None:
+    padding = (RIGHT["mask"] == 0).movedim(0, dim)
+    batch: Any = {"padding": padding, "x": torch.zeros(6, 3)}
+    batch = {"inputs": (batch,)} if nested else batch
+    dims = {"padding": dim}
+    with pytest.raises(BatchError, match="pad on the right") as refused:
+        view(batch, "padding", dims=dims)
+    advised = eval(str(refused.value).partition("length=lambda b: ")[2], {"b": batch})
+    assert advised.tolist() == LENGTHS
+    followed = view(batch, lambda b: advised, dims=dims).sorted
+    assert followed is not None
+    assert followed.lengths == sorted(LENGTHS, reverse=True)
 
 
 def test_outputs_of_a_width_that_is_none_of_the_pieces_are_asked_about() -> None:

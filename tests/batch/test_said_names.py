@@ -1,4 +1,4 @@
-"""A name in `dims=` that stands for nothing in the batch is told of, once per loss function."""
+"""A name in `dims=` or `trim=` that stands for nothing in the batch is told of once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from tests.helpers.batches import rows
 def test_a_name_that_matches_nothing_is_told_with_the_near_names(
     batch: Any, dims: Any, name: str, near: str
 ) -> None:
-    (found,) = absent(dims, batch)
+    (found,) = absent("dims", dims, batch)
     assert found[0] == name
     assert repr(name) in found[1]
     assert near in found[1]
@@ -54,7 +54,7 @@ class Graphs:
     ],
 )
 def test_names_of_parts_and_attributes_are_not_told_of(batch: Any, dims: Any) -> None:
-    assert not list(absent(dims, batch))
+    assert not list(absent("dims", dims, batch))
 
 
 def test_an_absent_name_is_told_once_for_each_loss_function() -> None:
@@ -71,3 +71,18 @@ def test_an_absent_name_is_told_once_for_each_loss_function() -> None:
     for loss_fn in losses:
         mbs.backward(loss_fn, {"x": torch.ones(4, 2), "mask": torch.ones(4, 2)})
     assert len([event for event in told if isinstance(event, Warned)]) == 2
+
+
+def test_a_name_in_trim_that_stands_for_nothing_is_told_with_the_near_names() -> None:
+    model, told = nn.Linear(1, 1), list[Any]()
+    mask = (torch.arange(6) < torch.tensor([6, 4, 2, 3])[:, None]).long()
+    batch = {"mask": mask, "position_ids": torch.arange(6).repeat(4, 1), "x": torch.ones(4, 6)}
+    for name in ("position_id", "position_ids"):
+        mbs = ElasticMBS(
+            model, pieces="by_length", length="mask", trim={name: None}, on_event=told.append
+        )
+        mbs.backward(lambda piece: model(piece["x"][:, :1]).mean(), batch)
+    texts = [event.message for event in told if isinstance(event, Warned)]
+    (text,) = [text for text in texts if "stands for nothing" in text]
+    assert "trim names 'position_id', which stands for nothing in the batch" in text
+    assert "'position_ids'" in text

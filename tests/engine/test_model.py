@@ -3,7 +3,9 @@
 A model that cannot be trained in pieces is refused by name.
 """
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -232,32 +234,64 @@ class GradSampleModule(nn.Module):
         """Keep what the gradients of single samples are made of."""
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["stand-in", "opacus"])
-def test_a_model_that_opacus_trains_is_refused_by_name(
-    real: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=[False, True], ids=["stand-in", "opacus"])
+def make_private(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param:
+        return pytest.importorskip("opacus").GradSampleModule
     monkeypatch.setattr(GradSampleModule, "__module__", "opacus.grad_sample.grad_sample_module")
-    kind: Any = pytest.importorskip("opacus").GradSampleModule if real else GradSampleModule
-    inner = nn.Linear(3, 2)
-    private = kind(inner)
+    monkeypatch.setitem(sys.modules, "opacus", ModuleType("opacus"))
+    return GradSampleModule
+
+
+PRIVATE = r"trained privately by opacus.*BatchMemoryMan"
+
+
+def test_training_a_model_that_opacus_trains_is_refused_by_name_and_evaluating_it_is_not(
+    make_private: Any,
+) -> None:
+    inner, x = nn.Linear(3, 2), torch.randn(4, 3)
+    private = make_private(inner)
+
+    def loss_fn(b: torch.Tensor) -> Any:
+        return private(b).mean()
+
     for model in (private, [nn.Linear(2, 2), nn.Sequential(private)], inner):
-        with pytest.raises(UnsupportedError, match=r"trained privately by opacus.*BatchMemoryMan"):
-            ElasticMBS(model)
+        mbs = ElasticMBS(model, micro_batch_size=2)
+        for door in (mbs.backward, mbs.verify, mbs.plan):
+            with pytest.raises(UnsupportedError, match=PRIVATE):
+                door(loss_fn, x)
+        with pytest.raises(UnsupportedError, match=PRIVATE):
+            next(iter(mbs.micro_batches(x)))
+        with pytest.raises(UnsupportedError, match=PRIVATE):
+            mbs.backward_embeddings(private, torch.mean, x)
+        assert inner.weight.grad is None
+        sizes = list[int]()
+
+        def predict(b: torch.Tensor, sizes: list[int] = sizes) -> Any:
+            sizes.append(len(b))
+            return private(b)
+
+        assert torch.equal(mbs.evaluate(predict, x), private(x).detach())
+        assert sizes == [2, 2]
     plain = ElasticMBS(private, enabled=False)  # it splits nothing
-    x = torch.randn(4, 3)
-    assert plain.backward(lambda b: private(b).mean(), x).partition == ((0, 4),)
+    assert plain.backward(loss_fn, x).partition == ((0, 4),)
     assert plain.evaluate(private, x).shape == (4, 2)
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["stand-in", "opacus"])
-def test_a_model_that_becomes_private_after_its_runtime_is_refused_by_name(
-    real: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_model_that_becomes_private_after_a_call_is_refused_by_name(
+    make_private: Any, calls: int
 ) -> None:
-    monkeypatch.setattr(GradSampleModule, "__module__", "opacus.grad_sample.grad_sample_module")
-    kind: Any = pytest.importorskip("opacus").GradSampleModule if real else GradSampleModule
-    inner = nn.Linear(3, 2)
-    mbs, x = ElasticMBS(inner), torch.randn(4, 3)
-    private = kind(inner)
-    with pytest.raises(UnsupportedError, match=r"trained privately by opacus.*BatchMemoryMan"):
-        mbs.backward(lambda b: private(b).mean(), x)
+    inner, x = nn.Linear(3, 2), torch.randn(4, 3)
+    mbs = ElasticMBS(inner)
+
+    def loss_fn(b: torch.Tensor) -> Any:
+        return inner(b).mean()
+
+    for _ in range(calls):
+        mbs.backward(loss_fn, x)
+    inner.zero_grad()
+    make_private(inner)
+    with pytest.raises(UnsupportedError, match=PRIVATE):
+        mbs.backward(loss_fn, x)
     assert inner.weight.grad is None

@@ -281,6 +281,54 @@ def test_a_loss_that_compares_samples_is_refused_unless_that_is_meant(tmp_path: 
     make(tmp_path, loss=contrastive, elastic={"verify": False, "micro_batch_size": 4}).train()
 
 
+class Centred(transformers.GPT2LMHeadModel):
+    """A model with a centre that moves in training, and is read or not."""
+
+    reads = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if self.reads:
+            out.logits = out.logits - self.centre
+        if self.training:
+            self.centre.lerp_(out.logits.detach().mean((0, 1)), 0.5)
+        return out
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_state_that_a_loss_reads_and_moves_in_training_is_refused_by_name(
+    reads: bool, tmp_path: Any
+) -> None:
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+    def centred(**elastic: Any) -> Any:
+        model = Centred(tiny().config).eval()  # as from_pretrained gives it
+        model.register_buffer("centre", torch.zeros(40))
+        model.reads = reads
+        data = rows(lambda i: 10)
+        return make(
+            tmp_path,
+            loss=loss,
+            model=model,
+            data=data,
+            elastic=elastic,
+            remove_unused_columns=False,
+        )
+
+    made = centred()
+    if reads:
+        named = r"(?s)reads the buffer Centred\.centre.*in training.*\n  Where that is meant: "
+        with pytest.raises(UsageError, match=named) as refused:
+            made.train()
+        assert "count" not in str(refused.value)
+        assert not made.model.centre.any()
+        assert all(each.grad is None for each in made.model.parameters())
+        made = centred(verify=False)
+    made.train()
+    assert made.model.centre.any()
+
+
 def test_a_batch_that_hides_a_mistake_is_not_the_last_one_compared(
     tmp_path: Any,
 ) -> None:

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
-from elastic_mbs import ElasticMBS, count_tokens
+from elastic_mbs import BatchError, ElasticMBS, count_tokens
 from elastic_mbs.integrations.accelerate import elastic
 from elastic_mbs.integrations.transformers import elastic_trainer
 from elastic_mbs.testing import InjectOOM
@@ -21,7 +21,7 @@ from elastic_mbs.testing.faults import RandomFaults
 from stress.reference.state import error_of
 from tests.helpers.steps import quiet
 from tests.integrations.trainer_runs import EXACT, MARKS, ROUNDED, apart, flat, trained
-from tests.integrations.vision_models import MODELS, made
+from tests.integrations.vision_models import IMAGE, MODELS, made
 
 pytestmark = MARKS
 
@@ -69,6 +69,32 @@ def test_every_split_of_a_batch_has_the_pictures_of_its_samples(name: str) -> No
         mbs = ElasticMBS(model, micro_batch_size=size, count=count_tokens(shift=True), **quiet())
         mbs.backward(piece_loss(model), batch)
         assert error_of(gradients(model), wanted) <= EXACT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_that_was_cut_off_within_a_picture_is_named_and_leaves_no_gradient(
+    name: str,
+) -> None:
+    model, whole = made(name), batch_of(name)
+    places = (whole["input_ids"] == IMAGE).nonzero()
+    width = int(places[:, 1].max())  # the last token of the pictures of samples 1 and 5
+    batch = {
+        key: value[:, :width] if value.shape[:2] == whole["input_ids"].shape else value
+        for key, value in whole.items()
+    }
+    with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+        model(**batch)
+    mbs = ElasticMBS(model, micro_batch_size=1, count=count_tokens(shift=True), **quiet())
+    # tokens of tiles, and of pictures padded to a row, tell nothing before the model has run
+    late = ("LLaVA-OneVision", "Idefics3", "Idefics2")
+    with pytest.raises(ValueError if name in late else BatchError) as refused:
+        mbs.backward(piece_loss(model), batch)
+    if name in late:
+        assert "a piece of 1 of 6 samples (number 1)" in "".join(refused.value.__notes__)
+    else:
+        assert "texts that end with one: sample 1, 5\n" in str(refused.value)
+        assert "a longer max_length" in str(refused.value)
+    assert all(leaf.grad is None for leaf in model.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from elastic_mbs.batch.containers import Path
 from elastic_mbs.batch.layout import Cut, Node, quoted, where
@@ -25,3 +26,14 @@ def some_of(paths: Sequence[Path], most: int = 4) -> str:
     return ", ".join([where(path) if not path else quoted(path) for path in paths[:most]]) + (
         f" and {len(paths) - most} more" if len(paths) > most else ""
     )
+
+
+def place_of(path: Path, batch: Any) -> str:
+    """Return the place of a part of a batch `b`, as Python code."""
+    code, value = "b", batch
+    for part in path:
+        if isinstance(part, int) or isinstance(value, Mapping):
+            code, value = f"{code}[{part!r}]", value[part]
+        else:
+            code, value = f"{code}.{part}", getattr(value, str(part))
+    return code

@@ -34,22 +34,18 @@ def is_graph(cls: type) -> bool:
 
 
 def number_of_graphs(batch: Any) -> int:
-    """Return how many graphs a batch has.
-
-    Raises:
-        BatchError: a field of it cannot be cut.
-    """
-    return _Places(batch).graphs
+    """Return how many graphs a batch has, or a batch with its places."""
+    return batch.graphs if isinstance(batch, Places) else int(batch.num_graphs)
 
 
-def some_graphs(batch: Any, start: int, stop: int) -> Any:
-    """Return graphs `start` to `stop` of a batch."""
-    places = _Places(batch)
+def some_graphs(places: Places, start: int, stop: int) -> Any:
+    """Return graphs `start` to `stop` of a batch, of which the places are."""
+    batch = places.batch
     names = {name for store in _stores(batch) for name in store}
     # keys that DataLoader(follow_batch=…) has asked for
     follow = sorted(name[:-4] for name in names if name.endswith("_ptr"))
     follow = [name for name in follow if f"{name}_batch" in names]
-    graphs = places.batch.index_select(range(start, stop))
+    graphs = batch.index_select(range(start, stop))
     piece = type(batch).from_data_list(graphs, follow_batch=follow)
     for store, wanted, whole in zip(_stores(piece), _stores(batch), places.whole, strict=True):
         for name in whole:
@@ -76,8 +72,8 @@ def _refused(name: str, problem: str, way: str = _WAY) -> BatchError:
     return BatchError(f'"{name}" of the batch of graphs {problem}\n  {way}')
 
 
-class _Places:
-    """The places of each graph's rows in the present fields of a batch.
+class Places:
+    """The places of each graph's rows in the present fields of a batch, for all of its pieces.
 
     Attributes:
         graphs: their number.
@@ -86,6 +82,11 @@ class _Places:
     """
 
     def __init__(self, batch: Any) -> None:
+        """Find the places.
+
+        Raises:
+            BatchError: a field of the batch cannot be cut.
+        """
         try:
             self.graphs = int(batch.num_graphs)
         except (AttributeError, ValueError) as error:

@@ -154,10 +154,11 @@ def _refuse_lone_edges(edges: Any, ptr: Any) -> None:
         raise BatchError(
             f'{text}, which is needed beside "ptr"\n'
             '  add it: batch["batch"] = torch.repeat_interleave('
-            'torch.arange(len(batch["ptr"]) - 1), batch["ptr"].diff())'
+            'torch.arange(len(batch["ptr"]) - 1), batch["ptr"].diff())\n'
+            "  let dims say nothing of it"
         )
     raise BatchError(
-        f"{text}: add it to the batch\n"
+        f"{text}: add it to the batch, and let dims say nothing of it\n"
         '  if all samples share one graph: dims=cut.whole("edge_index")'
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -60,6 +61,7 @@ MEDIA = (
         frozenset({"second_per_grid_ts", "image_sizes_videos", "video_position_ids"}),
     ),
 )
+_NAMED = 8  # samples in an error
 KEYS = tuple(key for medium in MEDIA for key in (medium.pixels, medium.grid))
 
 
@@ -113,7 +115,7 @@ class _Reader:
             )
         numbers = self._given()
         if numbers is None:
-            tokens = self._tokens()
+            tokens = self._tokens
             numbers = None if tokens is None else _by_size(patches.tolist(), tokens)
         if numbers is None:
             raise self._unknown()
@@ -135,20 +137,22 @@ class _Reader:
             tiled = "image_sizes" in self._parts or "image_sizes_videos" in self._parts
             if self._pixels.ndim == 5 and not tiled:
                 return self._by_sample()
-            if (tokens := self._tokens()) is not None:
+            if (tokens := self._tokens) is not None:
                 told = bool(tokens.any())
                 if count == self._samples and bool(tokens.any(1).all()):
+                    self._check_tokens([1] * count)
                     return {}  # each sample has a picture, so it has one
                 numbers = _by_number(count, tokens)
         if numbers is None or sum(numbers) != count:
             if count == self._samples and not told:
                 return {}
             raise self._unknown()
+        self._check_tokens(numbers)
         return self._members(numbers, count) | {medium.pixels: _member(numbers)}
 
     def _by_sample(self) -> dict[Any, Member]:
         """Return how rows with all pictures of a sample are cut (Idefics, SmolVLM)."""
-        tokens, count = self._tokens(), len(self._pixels)
+        tokens, count = self._tokens, len(self._pixels)
         if tokens is None or count != self._samples:
             return {}
         pictures, keys = tokens.any(1).tolist(), self._medium.beside & set(self._parts)
@@ -163,7 +167,7 @@ class _Reader:
             if key not in self._parts:
                 continue
             numbers = whole_numbers(self._parts[key], f'"{key}"')
-            tokens = self._tokens()
+            tokens = self._tokens
             # of pictures in a flat list processors of LLaVA-OneVision say 1 for each picture
             if len(numbers) == self._samples and (
                 tokens is None or torch.equal(tokens.any(1), numbers > 0)
@@ -171,6 +175,7 @@ class _Reader:
                 return numbers.tolist()
         return None
 
+    @cached_property
     def _tokens(self) -> Tensor | None:
         """Return where the placeholder tokens are, of shape (N, L); None where it is unknown."""
         ids, types = self._parts["input_ids"], self._parts.get("mm_token_type_ids")
@@ -189,16 +194,51 @@ class _Reader:
             and (key in self._medium.beside or count != self._samples)
         }
 
+    def _check_tokens(self, numbers: list[int]) -> None:
+        """Refuse a text that was cut off among the tokens of a picture, before anything runs.
+
+        Pictures of one size have the same number of tokens, where nothing else tells of their size.
+        """
+        tokens = self._tokens
+        if tokens is None or self._pixels.ndim != 4 or self._medium.beside & set(self._parts):
+            return
+        each = [
+            many / number if number else 0.0
+            for many, number in zip(tokens.sum(1).tolist(), numbers, strict=True)
+        ]
+        fewer = [n for n in self._cut_off() if numbers[n] and each[n] < max(each)]
+        if fewer:
+            raise self._misfit(fewer)
+
+    def _cut_off(self) -> list[int]:
+        """Return the samples whose text ends with a token of a picture, as truncated ones do."""
+        tokens = self._tokens
+        return [] if tokens is None else tokens[:, -1:].any(1).nonzero().flatten().tolist()
+
     def _unknown(self) -> BatchError:
-        name, rows = self._medium.pixels, len(self._pixels)
-        keys = [key for key in (name, self._medium.grid) if key in self._parts]
+        if cut := self._cut_off():
+            return self._misfit(cut)
+        known = "" if self._tokens is None else " (a text that was cut off has too few)"
         return BatchError(
-            f'nothing tells to which of the {self._samples} samples the {rows} rows of "{name}" '
-            f"belong: neither {self._medium.numbers[0]}, nor the placeholder tokens of "
-            "input_ids, by mm_token_type_ids or the model's configuration\n  dims="
-            + " | ".join([f'cut.ragged("{key}", lengths=…)' for key in keys])
-            + ", a name or a function batch → rows of each sample"
+            f"nothing tells to which of the {self._samples} samples the {len(self._pixels)} rows "
+            f'of "{self._medium.pixels}" belong: neither {self._medium.numbers[0]}, nor the '
+            f"placeholder tokens of input_ids{known}, by mm_token_type_ids or the model's "
+            f"configuration\n  {self._said()}"
         )
+
+    def _misfit(self, samples: list[int]) -> BatchError:
+        return BatchError(
+            f"the placeholder tokens of input_ids do not fit the {len(self._pixels)} rows of "
+            f'"{self._medium.pixels}"; texts that end with one: sample '
+            f"{', '.join(map(str, samples[:_NAMED]))}\n"
+            "  if a text was cut off there: a longer max_length, or no truncation, in the call of "
+            f"the processor\n  if they are whole: {self._said()}"
+        )
+
+    def _said(self) -> str:
+        keys = [key for key in (self._medium.pixels, self._medium.grid) if key in self._parts]
+        fields = " | ".join([f'cut.ragged("{key}", lengths=…)' for key in keys])
+        return f"dims={fields}, a name or a function batch → rows of each sample"
 
 
 def _member(rows: list[int], pictures: list[int] | None = None) -> Member:

@@ -25,6 +25,8 @@ from elastic_mbs.events import OutOfMemory
 from elastic_mbs.memory import Headroom, oom
 from elastic_mbs.memory.processes import describe
 
+_NAMED = 8  # samples in a note
+
 
 def recover(parts: CallParts, failure: Failure, now: Pass) -> tuple[Mode, bool]:
     """Roll a failed attempt back, shrink, and schedule the samples that have to run again.
@@ -191,9 +193,12 @@ def unwind(parts: CallParts, error: BaseException) -> None:
 
 def note_piece(parts: CallParts, attempt: Attempt, error: BaseException) -> None:
     """Note on an error of the user's step that it ran on a piece, which can be the reason."""
-    size, samples = len(attempt), parts.batch.view.length
+    view, size = parts.batch.view, len(attempt)
+    samples = view.length
     if size < samples and isinstance(error, Exception) and not isinstance(error, ElasticMBSError):
-        note = f"elastic_mbs: raised in a piece of {size} of {samples} samples"
+        numbers = view.numbers(attempt.piece.start, attempt.piece.stop)
+        listed = ", ".join(map(str, numbers[:_NAMED])) + (", …" if size > _NAMED else "")
+        note = f"elastic_mbs: raised in a piece of {size} of {samples} samples (number {listed})"
         if size == 1:  # a shape without its first dimension (`squeeze`), statistics of one sample
             note += ". If the step needs more at once: Policy(min_micro_batch_size=2)"
         _add_note(error, note)

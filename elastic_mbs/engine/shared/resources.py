@@ -79,8 +79,6 @@ class Resources:
             exact: calls are replayed, so what no replay is exact on is refused.
             peers: the other ranks of the job; None where there are none.
         """
-        if exact:
-            model.refuse_private()
         memory = settings.memory
         self.settings = settings
         self.model = model

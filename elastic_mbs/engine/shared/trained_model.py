@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
@@ -111,12 +112,13 @@ class TrainedModel:
     def refuse_private(self) -> None:
         """Refuse a model whose gradients opacus takes apart by samples.
 
-        It can become one after its runtime was made, by hooks alone, so the first call of each loss
-        function looks again.
+        It can become one after any call, by hooks alone, so each call that trains looks.
 
         Raises:
             UnsupportedError: it is one.
         """
+        if "opacus" not in sys.modules:  # most jobs do not pay for the look at every hook
+            return
         for module in self.modules:
             if any(map(_takes_samples_apart, (module, *module._forward_hooks.values()))):
                 raise UnsupportedError(

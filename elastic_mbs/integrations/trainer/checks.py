@@ -86,7 +86,7 @@ def check_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
 
 
 def check_losses(trainer: Any, report: VerifyReport, mismatch: str) -> bool:
-    """Refuse a loss that is not the one put together from pieces.
+    """Refuse a loss that is not the one put together from pieces, or reads what they leave.
 
     Args:
         trainer: the trainer.
@@ -108,6 +108,8 @@ def check_losses(trainer: Any, report: VerifyReport, mismatch: str) -> bool:
     )
     rough = half or torch.get_float32_matmul_precision() != "highest"
     near = (_ROUGH if rough else _FINE) * abs(report.whole)
+    if report.moved > near:
+        raise UsageError(f'{report}\n  Where that is meant: elastic={{"verify": False}}')
     if report.ok or abs(report.whole - report.split) <= near:
         return True
     raise UsageError(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_mbs.batch.containers import cached_kind, register_splitter, splitters
+from elastic_mbs.batch.foreign.graphs import Places
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 from tests.helpers import graphs as stand_in
@@ -245,3 +246,21 @@ def test_one_graph_is_refused_without_a_line_that_would_cut_it(package: Package)
         BatchView(one)
     assert "register_splitter" not in str(caught.value)
     assert BatchView([one]).length == 1
+
+
+@PACKAGES
+def test_the_places_of_a_batch_are_found_once_for_all_of_its_pieces(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, begin = list[Any](), Places.__init__
+
+    def counted(self: Places, batch: Any) -> None:
+        found.append(batch)
+        begin(self, batch)
+
+    monkeypatch.setattr(Places, "__init__", counted)
+    batch = collated(package(), [2, 3, 1, 4])
+    batch.edge_index = batch.edge_index.flip(1)  # which makes a copy of the fields of edges
+    batch.edge_attr = batch.edge_attr.flip(0)
+    check(batch)
+    assert found == [batch]

@@ -203,3 +203,70 @@ def test_what_dims_says_of_numbers_wins() -> None:
 def test_a_list_of_edges_goes_with_them() -> None:
     batch = cycles(edge_names=list("abcdefg"))
     assert BatchView(batch).piece(0, 1)["edge_names"] == ["b", "d", "f"]
+
+
+NODES = torch.tensor([0, 0, 1, 1, 1])
+OF_GRAPH = {"batch": NODES, "nodes": torch.tensor([2, 3]), "edges": torch.tensor([1, 3])}
+
+
+def readout(model: nn.Module) -> Any:
+    """Return a loss over graphs, whose predictions would spread over the labels of a piece."""
+
+    def loss_fn(piece: Any) -> Any:
+        source, target = piece["edge_index"]
+        out = model(piece["x"])[:, 0]
+        out = out.index_add(0, target, out[source])
+        index = piece["batch"]
+        graphs = out.new_zeros(int(index.max()) + 1).index_add(0, index, out)
+        return (graphs - piece["y"]).square().mean()
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (cut.whole("x", "edge_index", "batch"), '"batch" tells of 2 graphs'),
+        (cut.whole("x", "edge_index", "batch", "ptr"), '"batch" tells of 2 graphs'),
+        (cut.whole("ptr"), '"ptr" tells of 2 graphs'),
+        (cut.whole("edge_index"), '"edge_index" holds numbers of nodes'),
+        (cut.ragged("x", by="batch") | cut.whole("edge_index"), '"edge_index" holds numbers'),
+        (
+            cut.ragged("x", lengths="nodes") | cut.ragged("edge_index", lengths="edges", dim=1),
+            '"edge_index" holds numbers of nodes',
+        ),
+    ],
+)
+def test_numbers_of_nodes_or_graphs_that_dims_leaves_as_they_are_are_refused(
+    said: Any, named: str
+) -> None:
+    model, batch = nn.Linear(4, 1).double(), graphs([[0, 2, 3, 4], [1, 3, 4, 2]]) | OF_GRAPH
+    if "batch" in said and "ptr" not in said:
+        del batch["ptr"]
+    loss_fn = readout(model)
+    loss_fn(batch).backward()
+    plain = [leaf.grad.clone() for leaf in model.parameters() if leaf.grad is not None]
+    model.zero_grad()
+    with pytest.raises(BatchError, match=named) as refused:
+        ElasticMBS(model, micro_batch_size=1, dims=said).backward(loss_fn, batch)
+    assert "leave the fields of the graphs out of dims=" in str(refused.value)
+    assert all(leaf.grad is None for leaf in model.parameters())
+    ElasticMBS(model, micro_batch_size=1).backward(loss_fn, batch)
+    for leaf, grad in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(leaf.grad, grad, rtol=1e-12, atol=1e-12)
+
+
+def test_numbers_of_nodes_that_are_right_in_every_piece_may_be_said() -> None:
+    # one graph that all samples share, whose nodes lie one after the other
+    shared = {"x": torch.randn(6, 4), "batch": torch.tensor([0, 0, 1, 1, 2, 2])}
+    shared |= {"edge_index": torch.tensor([[0, 1], [1, 0]]), "y": torch.randn(3)}
+    said = cut.ragged("x", by="batch") | cut.whole("edge_index")
+    assert BatchView(shared, said).piece(1, 2)["edge_index"].tolist() == [[0, 1], [1, 0]]
+    # all graphs in every piece, which picks some
+    picks = graphs(EDGES[0]) | {"graph_of": NODES, "pick": torch.tensor([1, 0, 1])}
+    del picks["ptr"], picks["y"]
+    said = cut.whole("x", "edge_index", "graph_of")
+    assert BatchView(picks, said).piece(1, 3)["pick"].tolist() == [0, 1]
+    whole = cut.whole("x", "edge_index", "batch")
+    three = {key: value for key, value in picks.items() if key != "graph_of"} | {"batch": NODES}
+    assert BatchView(three, whole).length == 3

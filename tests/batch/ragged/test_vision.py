@@ -172,6 +172,60 @@ def test_grids_that_contradict_the_rest_are_refused(change: dict[str, Tensor]) -
         BatchView(batch | change)
 
 
+def cut_off(batch: dict[str, Any], width: int) -> dict[str, Any]:
+    """Return a batch whose texts have `width` tokens at most, with all of their pictures."""
+    texts = ("input_ids", "mm_token_type_ids")
+    return batch | {key: batch[key][:, :width] for key in texts if key in batch}
+
+
+def pixels(counts: list[int]) -> dict[str, Any]:
+    """Return pictures of one size, of four tokens each."""
+    ids = texts([[4] * count for count in counts])
+    return {"input_ids": ids, "pixel_values": torch.zeros(sum(counts), 3, 2, 2)}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        cut_off(qwen([[(2, 4)], [(2, 2), (2, 4)], [(2, 2)]]), 6),
+        cut_off(pixels([1, 2, 1]), 11),
+        cut_off(pixels([0, 2, 1]), 11),
+        cut_off(pixels([1, 2, 0]), 11),
+        cut_off(pixels([0, 2, 1]) | {"num_images": torch.tensor([0, 2, 1])}, 11),
+    ],
+)
+def test_a_text_that_was_cut_off_within_a_picture_is_named_with_the_way_out(
+    batch: dict[str, Any],
+) -> None:
+    assert batch["input_ids"][:, -1].tolist() == [0, IMAGE, 0]
+    with pytest.raises(BatchError) as refused:
+        BatchView(batch, placeholders=lambda: {"image": IMAGE})
+    assert "texts that end with one: sample 1\n" in str(refused.value)
+    assert "a longer max_length, or no truncation" in str(refused.value)
+
+
+def test_of_one_picture_each_the_text_that_was_cut_off_is_named() -> None:
+    batch = pixels([1, 1, 1])
+    ids = batch["input_ids"].roll(1, 1)  # a question before the picture of one
+    batch["input_ids"][2] = ids[2]
+    view = BatchView(batch, placeholders=lambda: {"image": IMAGE})
+    assert view.length == 3
+    with pytest.raises(BatchError, match="texts that end with one: sample 2\n"):
+        BatchView(cut_off(batch, 6), placeholders=lambda: {"image": IMAGE})
+
+
+def test_texts_that_end_with_a_picture_are_not_called_cut_off() -> None:
+    batch = cut_off(pixels([1, 1, 1]), 6)  # all tokens are there, and nothing after them
+    assert batch["input_ids"][:, -1].tolist() == [IMAGE] * 3
+    view = BatchView(batch, placeholders=lambda: {"image": IMAGE})
+    assert view.piece(1, 3)["pixel_values"].shape == (2, 3, 2, 2)
+    # pictures of different sizes have different numbers of tokens
+    sized = cut_off(pixels([2, 1]) | {"image_sizes": torch.ones(3, 2)}, 11)
+    with_sizes = sized | {"num_images": torch.tensor([2, 1])}
+    view = BatchView(with_sizes, placeholders=lambda: {"image": IMAGE})
+    assert view.piece(0, 1)["pixel_values"].shape == (2, 3, 2, 2)
+
+
 def test_one_picture_each_needs_no_placeholders() -> None:
     batch = {"input_ids": torch.ones(3, 4).long(), "pixel_values": torch.zeros(3, 3, 2, 2)}
     assert BatchView(batch).piece(1, 3)["pixel_values"].shape == (2, 3, 2, 2)
