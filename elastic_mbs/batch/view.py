@@ -69,8 +69,7 @@ class BatchView:
         if self._rows is not None:
             self.tensors = list(self._rows.values())
             self.length, elements = self.tensors[0].shape[0], sum(map(_NUMEL, self.tensors))
-            # once for each loss function
-            if known_lists is None and self.length > 1 and type(batch) is not Tensor:
+            if known_lists is None and self.length > 1:  # once for each loss function
                 self.known_lists = _shown(batch, self._rows)
         else:
             # also those that pass whole and those inside per-sample items
@@ -340,6 +339,8 @@ def rows_of(batch: Any) -> Mapping[Any, Tensor] | None:
 
 def _shown(batch: Any, rows: Mapping[Any, Tensor]) -> Mapping[Path, ListLayout | Belongs]:
     """Return what a batch whose reading is certain shows for later ones."""
+    if type(batch) is Tensor:
+        return {}
     shown: dict[Path, ListLayout | Belongs] = {
         (key,): Belongs.SAMPLES for key, part in rows.items() if is_certain(part, len(part))
     }
