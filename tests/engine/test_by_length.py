@@ -17,6 +17,7 @@ from tests.helpers.strikes import every_operation
 
 EXACT = 1e-12
 LENGTHS = [2, 7, 1, 4, 1, 7, 3, 5, 1, 2, 1]
+FEW = LENGTHS[:6]  # where every operation is struck
 OPTIONS: dict[str, Any] = {"count": count_tokens("labels"), "pieces": "by_length", "length": "mask"}
 
 
@@ -100,7 +101,7 @@ def test_the_gradient_is_that_of_the_padded_batch_for_every_size(
 def test_running_out_of_memory_at_any_operation_replays_the_same_samples(
     door: int, warm: bool
 ) -> None:
-    model, batch = Reader(), sentences(LENGTHS, 8)
+    model, batch = Reader(), sentences(FEW, 8)
     exact = wanted(model, batch)
     seen: list[list[int]] = []
 
@@ -123,7 +124,7 @@ def test_running_out_of_memory_at_any_operation_replays_the_same_samples(
         assert off_by(model, exact) <= EXACT, strike.hits
         order = list(there(result.order))
         run = [sample for start, stop in result.partition for sample in order[start:stop]]
-        assert sorted(run) == list(range(len(LENGTHS)))
+        assert sorted(run) == list(range(len(FEW)))
         ranges = [
             order[start : start + len(piece)] for piece in seen for start in [order.index(piece[0])]
         ]

@@ -13,7 +13,7 @@ from torch.nn import functional
 from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, Policy, count_tokens
 from elastic_mbs.errors import BatchError, UsageError
 from elastic_mbs.events import Event, Warned
-from tests.engine.test_by_length import LENGTHS, OPTIONS, Reader, loss_of, sentences, wanted
+from tests.engine.test_by_length import FEW, LENGTHS, OPTIONS, Reader, loss_of, sentences, wanted
 from tests.helpers.steps import elastic, loop, off_by, once, whole_gradient
 from tests.helpers.strikes import every_operation
 
@@ -56,7 +56,7 @@ def test_the_gradient_is_that_of_the_padded_batch_for_every_budget(
 
 @pytest.mark.parametrize("door", [1, 3])
 def test_running_out_of_memory_at_any_operation_keeps_the_budget(door: int) -> None:
-    model, batch = Reader(), sentences(LENGTHS, 8)
+    model, batch = Reader(), sentences(FEW, 8)
     exact = wanted(model, batch)
     for strike in every_operation(stride=1 if door == 1 else 3):
         model.zero_grad()

@@ -188,7 +188,7 @@ def test_a_run_follows_its_own_noise_scale() -> None:
     weight = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
     model = nn.ParameterList([weight])
     schedule = BatchSchedule.from_noise_scale(8, limit=512)
-    mbs = elastic(model, micro_batch_size=2, noise_scale=100)
+    mbs = elastic(model, micro_batch_size=4, noise_scale=100)
     still = SGD([weight], lr=0.0)
     for step in range(60):
         batch = torch.randn(schedule.batch(step), 4, dtype=torch.float64) * 6
