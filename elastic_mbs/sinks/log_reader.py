@@ -245,7 +245,8 @@ class Reader:
                 run.totals.calls += len(left_out)
                 run.left_out["CallDone"] = left_out[-1][0]
             if due < len(calls):
-                entry = Entry.of(json.loads(calls[due][0]))
+                record = json.loads(calls[due][0])
+                entry = Entry(None, _time(record["t"]), record)  # decoded if it stays to the end
                 run.totals.calls += 1
                 run.totals.note(entry)
                 self._keep_entry(run, entry, calls[due][0])
@@ -333,8 +334,11 @@ def _runs_of(blocks: Iterable[bytes]) -> list[Run]:
         reader.thin(text)
     if not reader.runs:
         raise UsageError(EMPTY)
-    for run in reader.runs.values():  # the last one of each kind is kept, too
-        for line in run.left_out.values():
+    for run in reader.runs.values():
+        run.entries = [
+            Entry.of(entry.record) if entry.event is None else entry for entry in run.entries
+        ]
+        for line in run.left_out.values():  # the last one of each kind is kept, too
             with contextlib.suppress(*_UNREADABLE):  # only counted
                 run.entries.append(Entry.of(json.loads(line)))
                 run.totals.t = max(run.totals.t, run.entries[-1].t)

@@ -75,10 +75,11 @@ class Follower:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 while chunk := file.read(CHUNK):
-                    lines, end, self._rest = (self._rest + chunk).rpartition(b"\n")
-                    self._offset = file.tell()
+                    text = self._rest + chunk
+                    end = text.rfind(b"\n") + 1
+                    self._rest, self._offset = text[end:], file.tell()
                     last = self._offset >= now.st_size - CHUNK
-                    self._take(lines + end, skim=not last)
+                    self._take(text[:end], skim=not last)
         except (OSError, UsageError) as error:
             raise unreadable(self._path, error) from error
 
