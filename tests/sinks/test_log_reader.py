@@ -187,8 +187,8 @@ def assert_read_as_json_reads(text: bytes) -> None:
     kept.thin(text)
     assert list(parsed.runs) == list(counted.runs) == list(kept.runs), text
     for run, wanted in parsed.runs.items():
-        ours, theirs = ([entry.record for entry in of.entries] for of in (kept.runs[run], wanted))
-        assert str(ours) == str(theirs), text  # NaN is not itself
+        found, known = ([entry.record for entry in of.entries] for of in (kept.runs[run], wanted))
+        assert str(found) == str(known), text  # NaN is not itself
         for ours in (counted.runs[run].totals, kept.runs[run].totals):
             for name in vars(wanted.totals).keys() - {"t", "time", "events"}:
                 assert getattr(ours, name) == pytest.approx(getattr(wanted.totals, name)), name
