@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.control import Place, Retry, Row
 from elastic_mbs.distributed.ranks import Ranks
-from elastic_mbs.distributed.units import OnlyGiven, as_module, check, check_parameter
+from elastic_mbs.distributed.units import WRAPPER, OnlyGiven, as_module, check_parameter
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
@@ -116,26 +116,14 @@ class LockStep(Ranks):
     """The other ranks of a sharded model whose parameters are never whole at once."""
 
     in_step = True
-    _wrapper = "apply fully_shard to that and give it in model=[…]"
+    _wrapper = WRAPPER
     _adds_up = True
 
     def __init__(
         self, units: Sequence[FSDPModule], model: TrainedModel, settings: Settings, retry: Retry
     ) -> None:
-        """Refuse what would not be trained right, and meet the other ranks.
-
-        Args:
-            units: the modules that `fully_shard` was applied to.
-            model: the modules that the user gave.
-            settings: the options.
-            retry: runs an operation of ours that can run out of memory.
-
-        Raises:
-            UnsupportedError: a version of torch, a placement, a hook or an option that would not
-                be trained right.
-        """
+        """Refuse what would not be trained right, and meet the other ranks, as `Shards` does."""
         _check_options(settings)
-        check(model.roots, units)
         _check_collectives(units)
         self._units = units
         self._outer = _outermost(units)

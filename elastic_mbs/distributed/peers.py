@@ -51,10 +51,11 @@ def peers_of(model: TrainedModel, settings: Settings) -> Peers:
     if _FSDP in sys.modules:
         from elastic_mbs.distributed.lockstep import LockStep
         from elastic_mbs.distributed.shards import Shards
-        from elastic_mbs.distributed.units import OnlyGiven, units_in
+        from elastic_mbs.distributed.units import OnlyGiven, check, units_in
 
         units = units_in(model.roots)
         if units:
+            check(model.roots, units)
             in_step = settings.distributed.mode == "lockstep"
             return (LockStep if in_step else Shards)(units, model, settings, retry)
         hooks = (OnlyGiven(model, _RUN_BEFORE),)

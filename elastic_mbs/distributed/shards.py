@@ -29,9 +29,9 @@ from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.control import Place, Retry
 from elastic_mbs.distributed.ranks import WHAT, Ranks
 from elastic_mbs.distributed.units import (
+    WRAPPER,
     OnlyGiven,
     QuietUnits,
-    check,
     check_parameter,
     owners,
 )
@@ -94,7 +94,7 @@ def _setter(module: nn.Module, name: str) -> Callable[[Tensor], None]:
 class Shards(Ranks):
     """The other ranks of a model that `fully_shard` was applied to."""
 
-    _wrapper = "apply fully_shard to that and give it in model=[…]"
+    _wrapper = WRAPPER
 
     def __init__(
         self, units: Sequence[FSDPModule], model: TrainedModel, settings: Settings, retry: Retry
@@ -102,16 +102,15 @@ class Shards(Ranks):
         """Refuse what would not be trained right, and meet the other ranks.
 
         Args:
-            units: the modules that `fully_shard` was applied to.
+            units: the modules that `fully_shard` was applied to, without what `check` refuses.
             model: the modules that the user gave.
             settings: the options.
             retry: runs an operation of ours that can run out of memory.
 
         Raises:
-            UnsupportedError: a placement, a hook or an option that would not be trained right.
+            UnsupportedError: a placement or an option that would not be trained right.
         """
         _check_options(settings)
-        check(model.roots, units)
         self._units = units
         self._modules: list[nn.Module] = []  # of the model, for which `_wholes` are
         self._wholes = Wholes([])

@@ -20,6 +20,8 @@ from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 Hooks = MutableMapping[int, Callable[..., Any]]
+# What to do with a module whose parameters are in no unit, in words.
+WRAPPER = "apply fully_shard to that and give it in model=[…]"
 
 
 def units_in(roots: Iterable[nn.Module]) -> list[FSDPModule]:

@@ -6,21 +6,23 @@ over the run, and all lines count in the sums.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from elastic_mbs import events
 from elastic_mbs.errors import UsageError
 from elastic_mbs.events import CallDone, CallFailed, Event
-from elastic_mbs.sinks.finished_calls import CallSums, Line, others, search
+from elastic_mbs.sinks.finished_calls import CallSums, Line, may_be_call, other, search
 from elastic_mbs.sinks.run_log import SCHEMA
 
-BLOCK = 1024**2  # bytes of lines that are read at once
+BLOCK = 256 * 1024  # bytes of lines that are read at once: what a core's cache has room for
 MOST = 2048  # events of one kind that are kept of a run, at least half of it
 EMPTY = (
     "there is no line of a run log in it: name a file that ElasticMBS(..., log=...) writes, and "
@@ -32,7 +34,9 @@ _EVENTS = {
     for kind in vars(events).values()
     if isinstance(kind, type) and issubclass(kind, Event)
 }
-_HEAD = re.compile(rb'\{"event":"(\w+)","run":"([^"\\]*)","time":')
+_HEAD = re.compile(rb'\{"event":"(\w+)","run":"([ !#-\[\]-~]*)","time":')
+# What it raises to read a line that a killed process or a full disk left unfinished, or not ours.
+_UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ class Entry:
     event: Event | None  # None where this version has no such event, or one with other fields
     t: float  # seconds since its run began
     record: Mapping[str, Any]  # object of the line
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Entry:
+        """Return the entry of a line's object."""
+        return cls(_decode(record), _time(record["t"]), record)
 
 
 @dataclass
@@ -66,12 +75,16 @@ class Totals:
     t: float = 0.0  # of the last line that was parsed, in seconds since the run began
     time: float = 0.0  # the same in unix seconds
 
-    def add(self, entry: Entry) -> None:
-        """Take an event."""
-        event = plausible(entry.event)
+    def note(self, entry: Entry) -> None:
+        """Take an event's name and times."""
         name = str(entry.record["event"])
         self.events[name] = self.events.get(name, 0) + 1
         self.t, self.time = max(self.t, entry.t), max(self.time, float(entry.record["time"]))
+
+    def add(self, entry: Entry) -> None:
+        """Take an event."""
+        self.note(entry)
+        event = plausible(entry.event)
         if isinstance(event, CallDone):
             self.calls += 1
             self.evaluations += event.mode != "train"
@@ -86,18 +99,20 @@ class Totals:
             self.lost += event.seconds_lost
 
     def add_calls(self, calls: CallSums) -> None:
-        """Take calls without failures."""
-        self.calls += calls.number
-        for (key, mode, samples, size), number in calls.facts.items():
-            self.evaluations += number * (mode != "train")
-            self.samples += number * samples
-            self._sized(key, mode, size)
+        """Take finished calls, but for their number."""
+        for facts, number in calls.facts.items():
+            self.evaluations += number * (facts.mode != "train")
+            self.samples += number * facts.samples
+            self.replayed += number * facts.replayed
+            self.survived += number * facts.ooms
+            self._sized(facts.key, facts.mode, facts.size)
         seconds = calls.seconds
         if seconds and not (_is_plausible(min(seconds)) and _is_plausible(max(seconds))):
             seconds = list(filter(_is_plausible, seconds))
         took = sum(seconds)
         self.seconds += took
         self.ended_seconds += took
+        self.lost += sum(lost * number for lost, number in calls.lost.items() if _can_be_lost(lost))
         self._memory_of(calls.peak)
 
     def _sized(self, key: str, mode: str, size: int) -> None:
@@ -173,16 +188,22 @@ class Reader:
         Raises:
             UsageError: the line is a header of an unknown schema.
         """
+        run, entry = self._take(line)
+        if run is not None and entry is not None:
+            run.entries.append(entry)
+        return run
+
+    def _take(self, line: bytes) -> tuple[Run | None, Entry | None]:
+        """Count one line, and return its run and its event, where it has them."""
         try:
             record = json.loads(line)
             is_event = "event" in record
-            entry = Entry(_decode(record), _time(record["t"]), record) if is_event else None
+            entry = Entry.of(record) if is_event else None
             name = str(record["run"])
             schema = SCHEMA if is_event else record["schema"]
             _time(record["time"])
-        except (KeyError, TypeError, ValueError, RecursionError):
-            # left unfinished by a killed process or a full disk, or not ours
-            return None
+        except _UNREADABLE:
+            return None, None
         if schema != SCHEMA:
             raise UsageError(
                 f"this log is of schema {schema!r}, and this elastic_mbs reads schema {SCHEMA}: "
@@ -191,54 +212,69 @@ class Reader:
         run = self.latest = self.runs.setdefault(name, Run(name))
         if entry is not None:
             run.totals.add(entry)
-            run.entries.append(entry)
         else:
             run.header = run.header or record
-        return run
+        return run, entry
 
-    def skim(self, lines: Sequence[bytes]) -> None:
+    def skim(self, text: bytes) -> None:
         """Take lines: most of those of calls, and many of one event, only count in the sums."""
-        for run, calls, _, line in self._parts(lines):
-            if calls:
-                run.totals.add_calls(CallSums.of(calls))
-            if line and not self._counts(line, all_but_one=False):
-                self.feed(line)
+        for run, lines in self._stretches(text):
+            run.totals.calls += sum(1 for line in lines if line[1])
+            for line in lines:
+                if not line[1] and not self._counts(line[0], all_but_one=False):
+                    self.feed(line[0])
 
-    def thin(self, lines: Sequence[bytes]) -> None:
+    def thin(self, text: bytes) -> None:
         """Take lines: parse the ones that are to be kept, and only count the others."""
-        for run, calls, theirs, line in self._parts(lines):
+        for run, lines in self._stretches(text):
             begin = 0
-            while begin < len(calls):
-                due = begin + run.before_next("CallDone")
-                if begin < due:
-                    run.totals.add_calls(CallSums.of(calls[begin:due]))
-                    run.left_out["CallDone"] = theirs[begin:due][-1]
-                if due < len(calls):
-                    self._keep(theirs[due])
-                begin = due + 1
-            if line and not self._counts(line, all_but_one=True):
-                self._keep(line)
+            for at in [i for i, line in enumerate(lines) if not line[1]]:
+                self._thin_calls(run, lines[begin:at])
+                line, begin = lines[at][0], at + 1
+                if not self._counts(line, all_but_one=True):
+                    self._keep(line)
+            self._thin_calls(run, lines[begin:])
 
-    def _parts(
-        self, lines: Sequence[bytes]
-    ) -> Iterator[tuple[Run, Sequence[Line], Sequence[bytes], bytes]]:
-        """Yield lines of calls without failures in the latest run, and the other line after them.
+    def _thin_calls(self, run: Run, calls: Sequence[Line]) -> None:
+        """Keep the calls that are the next ones to be kept, and count all of them."""
+        begin = 0
+        while begin < len(calls):
+            due = begin + run.before_next("CallDone")
+            if begin < due:
+                left_out = calls[begin:due]
+                run.totals.calls += len(left_out)
+                run.left_out["CallDone"] = left_out[-1][0]
+            if due < len(calls):
+                record = json.loads(calls[due][0])
+                entry = Entry(None, _time(record["t"]), record)  # decoded if it stays to the end
+                run.totals.calls += 1
+                run.totals.note(entry)
+                self._keep_entry(run, entry, calls[due][0])
+            begin = due + 1
 
-        Each time it is the run, what was found in the lines, the lines, and the line after them,
-        empty at the end.
+    def _stretches(self, text: bytes) -> Iterator[tuple[Run, Sequence[Line]]]:
+        """Yield stretches of lines, whose calls in the latest run are in its sums already.
+
+        Each ends with the next line that has to be read before the sums of calls after it.
         """
         begin = 0
-        while self.latest is None and begin < len(lines):
-            yield Run(""), (), (), lines[begin]
-            begin += 1
-        if self.latest is None or begin == len(lines):
+        while self.latest is None and begin < len(text):
+            end = text.find(b"\n", begin) + 1 or len(text)
+            yield Run(""), [other(text[begin:end])]
+            begin = end
+        if self.latest is None or begin == len(text):
             return
-        run, lines = self.latest, lines[begin:]
-        found, begin = search(run.id, lines), 0
-        for at in others(found):
-            yield run, found[begin:at], lines[begin:at], lines[at]
-            begin = at + 1
-        yield run, found[begin:], lines[begin:], b""
+        run, lines = self.latest, search(self.latest.id, text[begin:])
+        ends = [i + 1 for i, line in enumerate(lines) if not line[1] and may_be_call(line[0])]
+        for begin, end in pairwise([0, *ends, len(lines)]):
+            stretch = lines[begin:end]
+            calls = [line for line in stretch if line[1]]
+            if calls:
+                try:
+                    run.totals.add_calls(CallSums.of(calls))
+                except (ValueError, RecursionError):
+                    stretch = [other(line[0]) for line in stretch]
+            yield run, stretch
 
     def _counts(self, line: bytes, *, all_but_one: bool) -> bool:
         """Count a line where its event is one of very many; return whether it was.
@@ -249,8 +285,8 @@ class Reader:
         """
         head = _HEAD.match(line)
         run = None if head is None else self.runs.get(head[2].decode())
-        if head is None or run is None:
-            return False
+        if head is None or run is None or not line.endswith((b"}", b"}\n")):
+            return False  # of another form, or torn
         name = head[1].decode()
         if name in ("CallDone", "CallFailed") or run.totals.events.get(name, 0) < MOST:
             return False
@@ -263,39 +299,49 @@ class Reader:
 
     def _keep(self, line: bytes) -> None:
         """Parse a line, and keep its event where it is the next one to be kept."""
-        run = self.feed(line)
-        if run is not None and b'"event":' in line:
-            name = str(run.entries[-1].record["event"])
-            if run.thin_out():
-                run.left_out.pop(name, None)
-            else:
-                run.left_out[name] = line
+        run, entry = self._take(line)
+        if run is not None and entry is not None:
+            self._keep_entry(run, entry, line)
+
+    def _keep_entry(self, run: Run, entry: Entry, line: bytes) -> None:
+        """Keep an event that has been counted where it is the next one to be kept."""
+        name = str(entry.record["event"])
+        self.latest = run
+        run.entries.append(entry)
+        if run.thin_out():
+            run.left_out.pop(name, None)
+        else:
+            run.left_out[name] = line
 
 
 def read_runs(lines: Sequence[bytes]) -> list[Run]:
     """Return the runs of a log from the lines of its file; a UsageError where there is none."""
-    return _runs_of([lines])
+    return _runs_of([b"\n".join(line.removesuffix(b"\n") for line in lines)])
 
 
 def read_log(path: Path) -> list[Run]:
     """Return the runs of a file; a UsageError of one line where it cannot be read."""
     try:
         with path.open("rb") as file:
-            return _runs_of(iter(lambda: file.readlines(BLOCK), []))
+            return _runs_of(iter(lambda: file.read(BLOCK) + file.readline(), b""))
     except (OSError, UsageError) as error:
         raise unreadable(path, error) from error
 
 
-def _runs_of(blocks: Iterable[Sequence[bytes]]) -> list[Run]:
+def _runs_of(blocks: Iterable[bytes]) -> list[Run]:
     reader = Reader()
-    for lines in blocks:
-        reader.thin(lines)
+    for text in blocks:
+        reader.thin(text)
     if not reader.runs:
         raise UsageError(EMPTY)
-    for run in reader.runs.values():  # the last one of each kind is kept, too
-        for record in map(json.loads, run.left_out.values()):
-            run.entries.append(Entry(_decode(record), _time(record["t"]), record))
-            run.totals.t = max(run.totals.t, run.entries[-1].t)
+    for run in reader.runs.values():
+        run.entries = [
+            Entry.of(entry.record) if entry.event is None else entry for entry in run.entries
+        ]
+        for line in run.left_out.values():  # the last one of each kind is kept, too
+            with contextlib.suppress(*_UNREADABLE):  # only counted
+                run.entries.append(Entry.of(json.loads(line)))
+                run.totals.t = max(run.totals.t, run.entries[-1].t)
     return list(reader.runs.values())
 
 
@@ -351,11 +397,15 @@ def plausible(event: Event | None) -> Event | None:
         return event
     if event.seconds is not None and not _is_plausible(event.seconds):
         event = replace(event, seconds=0.0)
-    return event if 0 <= event.seconds_lost < _LONGEST else replace(event, seconds_lost=0.0)
+    return event if _can_be_lost(event.seconds_lost) else replace(event, seconds_lost=0.0)
 
 
 def _is_plausible(seconds: float) -> bool:
     return _SHORTEST < seconds < _LONGEST
+
+
+def _can_be_lost(seconds: float) -> bool:
+    return 0 <= seconds < _LONGEST
 
 
 def _checked(value: Any, kinds: frozenset[str]) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_mbs import CallDone, UsageError
 from elastic_mbs.cli.report import render
@@ -16,7 +19,7 @@ from elastic_mbs.events import CallFailed, Event
 from elastic_mbs.sinks import log_reader
 from elastic_mbs.sinks.log_reader import MOST, Reader, read_log, read_runs
 from elastic_mbs.sinks.run_log import checked_path, event_line
-from tests.helpers.events import done, failure, log_of
+from tests.helpers.events import ANY_EVENT, done, failure, log_of
 
 CALLS = 5 * MOST
 
@@ -68,7 +71,7 @@ def test_a_skimmed_line_counts_as_a_parsed_one() -> None:
     for line in lines:
         parsed.feed(line)
     for begin in range(0, len(lines), 100):
-        skimmed.skim(lines[begin : begin + 100])
+        skimmed.skim(b"".join(lines[begin : begin + 100]))
     ours, theirs = (next(iter(each.runs.values())).totals for each in (skimmed, parsed))
     for name in ("calls", "samples", "evaluations", "survived", "replayed", "peak", "sizes"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -151,9 +154,96 @@ def test_lines_of_calls_count_the_same_in_blocks_of_any_length(block: int) -> No
     for line in lines:
         parsed.feed(line)
     for begin in range(0, len(lines), block):
-        counted.skim(lines[begin : begin + block])
-        kept.thin(lines[begin : begin + block])
+        counted.skim(b"".join(lines[begin : begin + block]))
+        kept.thin(b"".join(lines[begin : begin + block]))
     for run, wanted in parsed.runs.items():
         for ours in (counted.runs[run].totals, kept.runs[run].totals):
             for name in vars(wanted.totals).keys() - {"t", "time", "events"}:
                 assert getattr(ours, name) == pytest.approx(getattr(wanted.totals, name)), name
+
+
+# What may stand in the place of a value: JSON, nearly JSON, and what reaches beyond the value.
+TOKENS = [
+    *b"0 1 -1 01 1.5 1. .5 00.5 -0.0 +1 1e5 1E5 1e-5 1.5e999 1_0 null true NaN".split(),
+    *b'"NaN" "1" [1.5 1.5] [1] {} 1} {"a":1 "x 1,1 1,"ooms":1 1,"ooms":1,"x":1'.split(),
+    *b'"CallDone" "Call\\u0044one" "\\u00e4" "\\x" "\\" "\xc3\xa4" "\xff" \xc3\xa4 "\0" \0'.split(),
+    *(b"", b" 1.5", b"1\n", b"1.5\n", b'"a\n"', b'"a\tb"', b"1.5\r", b"1\r", b'"x,', b'"'),
+    *(b"9" * n for n in (18, 19, 400)),
+]
+FIELDS = ["event", "run", "time", "t", "level", *(each.name for each in fields(CallDone))]
+
+
+def with_token(line: bytes, field: str, token: bytes) -> bytes:
+    """Return a line in which these bytes stand in the place of a field's value."""
+    value = re.compile(rb'("%b":)("[^"]*"|[^,}]*)' % field.encode())
+    return value.sub(lambda match: bytes(match[1]) + token, line, count=1)
+
+
+def assert_read_as_json_reads(text: bytes) -> None:
+    parsed, counted, kept = Reader(), Reader(), Reader()
+    for line in text.split(b"\n"):
+        parsed.feed(line)
+    counted.skim(text)
+    kept.thin(text)
+    assert list(parsed.runs) == list(counted.runs) == list(kept.runs), text
+    for run, wanted in parsed.runs.items():
+        found, known = ([entry.record for entry in of.entries] for of in (kept.runs[run], wanted))
+        assert str(found) == str(known), text  # NaN is not itself
+        for ours in (counted.runs[run].totals, kept.runs[run].totals):
+            for name in vars(wanted.totals).keys() - {"t", "time", "events"}:
+                assert getattr(ours, name) == pytest.approx(getattr(wanted.totals, name)), name
+            assert list(ours.sizes) == list(wanted.totals.sizes), text
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_whatever_stands_in_the_place_of_a_value_counts_as_json_reads_it(field: str) -> None:
+    good = [event_line(done(2.0, key=key), "a", 1.5, 1.7e9) for key in "xyx"]
+    for token in TOKENS:
+        one, two = with_token(good[1], field, token), with_token(good[1], field, b"1.5]")
+        assert_read_as_json_reads(b"".join([*good, one, *good]))
+        assert_read_as_json_reads(b"".join([*good, one, two]))
+        assert_read_as_json_reads(good[0] + one)
+
+
+_CALLS = st.builds(
+    done,
+    samples=st.integers(0, 99),
+    micro_batch_size=st.integers(1, 3),
+    ooms=st.integers(0, 1),
+    seconds=st.none() | st.floats(0, 1e3),
+    seconds_lost=st.sampled_from([0.0, 0.5]),
+    loss=st.none() | st.floats(),
+    key=st.text(max_size=3),
+    reserved=st.none() | st.integers(0, 10**12),
+)
+
+
+@st.composite
+def damaged_logs(draw: st.DrawFn) -> bytes:
+    """Return lines of events in which some values and bytes stand in the place of others."""
+    told = draw(st.lists(_CALLS | _CALLS | ANY_EVENT, min_size=1, max_size=12))
+    runs = st.sampled_from("aaab")
+    lines = [event_line(each, draw(runs), draw(st.floats(1, 1e3)), 1.7e9) for each in told]
+    field = draw(st.sampled_from(FIELDS))
+    for i in draw(st.lists(st.integers(0, len(lines) - 1), max_size=3)):
+        lines[i] = with_token(lines[i], field, draw(st.sampled_from(TOKENS)))
+    text = b"".join([event_line(done(), "a", 1.5, 1.7e9), *lines])
+    for _ in range(draw(st.integers(0, 1))):
+        at, size = draw(st.integers(0, len(text))), draw(st.integers(0, 8))
+        text = text[:at] + draw(st.sampled_from(TOKENS)) + text[at + size :]
+    return text
+
+
+@given(damaged_logs())
+def test_lines_read_many_at_a_time_count_as_json_reads_them(text: bytes) -> None:
+    assert_read_as_json_reads(text)
+
+
+@pytest.mark.parametrize("cut", [1, 60, 300])
+def test_a_torn_line_of_a_frequent_event_is_passed_over(cut: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log = log_of([(float(i), failure(message="no {memory}")) for i in range(MOST + 2)])
+    path.write_bytes(log + log.splitlines()[-1][:-cut])
+    (run,) = read_log(path)
+    assert run.totals.events["OutOfMemory"] == MOST + 2
+    render(path)

@@ -75,19 +75,20 @@ class Follower:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 while chunk := file.read(CHUNK):
-                    *lines, self._rest = (self._rest + chunk).split(b"\n")
-                    self._offset = file.tell()
+                    text = self._rest + chunk
+                    end = text.rfind(b"\n") + 1
+                    self._rest, self._offset = text[end:], file.tell()
                     last = self._offset >= now.st_size - CHUNK
-                    self._take(lines, skim=not last)
+                    self._take(text[:end], skim=not last)
         except (OSError, UsageError) as error:
             raise unreadable(self._path, error) from error
 
-    def _take(self, lines: list[bytes], *, skim: bool) -> None:
-        """Take lines; where many follow, most are only counted (`skim`)."""
+    def _take(self, lines: bytes, *, skim: bool) -> None:
+        """Take whole lines; where many follow, most are only counted (`skim`)."""
         if skim:
             self._reader.skim(lines)
         else:
-            for line in lines:
+            for line in lines.split(b"\n"):
                 self._reader.feed(line)
         for run in self._reader.runs.values():
             state = self._states.setdefault(run.id, State(run))
