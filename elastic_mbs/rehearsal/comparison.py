@@ -134,7 +134,8 @@ class Comparison:
         with self._around(start, stop):
             cut = map_tensors(self.view.piece(start, stop), torch.clone)
             piece = to_device(cut, resources.piece_device)
-            terms = read_losses(self.loss_fn(piece), self.counts.names)[0]
+            with self._noting():
+                terms = read_losses(self.loss_fn(piece), self.counts.names)[0]
             if stop - start == self.view.length:  # one that counts nothing needs no graph
                 check_graph(terms)
         if not self._tolerance:
@@ -164,6 +165,20 @@ class Comparison:
             if self._draws is not None:
                 stack.enter_context(self._draws(start, stop))
             yield
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note on an error of the user's step that modules were in evaluation."""
+        try:
+            yield
+        except Exception as error:
+            if not self._trains and any(self.snapshot.training):
+                error.add_note(
+                    "elastic_mbs: loss_fn is compared with the modules in evaluation. A model that "
+                    "returns no loss there (a detector of torchvision's) cannot be compared, and "
+                    "trains without it"
+                )
+            raise
 
     def _set_modes(self) -> None:
         """Put modules in evaluation, or back in the modes of training where state is compared.

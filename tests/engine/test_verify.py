@@ -253,3 +253,29 @@ def test_verify_does_not_take_a_loss_that_is_no_number_for_randomness(
     report = elastic(model).verify(lambda batch: cross_entropy(model)(batch) * value, pairs())
     assert not report.ok
     assert f"is {value}, which no split can be compared with" in report.findings[0]
+
+
+class Detector(nn.Module):
+    """A model that returns losses in training and something else in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.head(x)
+        return {"box": out.square().mean()} if self.training else list(out)
+
+
+def test_an_error_of_a_model_in_evaluation_says_that_it_was_in_evaluation() -> None:
+    model = Detector()
+    mbs = elastic(model, micro_batch_size=2)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        found: Tensor = sum(model(x).values())
+        return found
+
+    with pytest.raises(AttributeError) as caught:
+        mbs.verify(loss_fn, torch.randn(4, 4))
+    assert "compared with the modules in evaluation" in caught.value.__notes__[0]
+    mbs.backward(loss_fn, torch.randn(4, 4))  # trains without it
