@@ -100,7 +100,7 @@ def test_out_of_memory_at_any_line_around_hooks_loses_none_and_repeats_none(scal
     reference = hooked(World("AdamW", "foreach", scaled=scaled), [])
     reference.plain()
     files = ("optimizer/hooks.py", "optimizer/guarded_step.py")
-    spared = ("__call__", "refuse_closure", "check_optimizer", "_retry")
+    spared = ("__call__", "_make", "refuse_closure", "check_optimizer", "_retry")
     for strike in until_clean(
         lambda n: AtLine(
             n, *files, error=MemoryError, spared=lambda frame: frame.f_code.co_name in spared
