@@ -265,27 +265,33 @@ class _Traced:
             planned = of(
                 way, trace=lines.largest, largest=size, pieces=self._pieces(size), peak=peak
             )
-            until = None if way == NONE else self._until(planned, plain, time)
+            until = None if way == NONE or not size else self._until(planned, plain, largest, time)
             found.append(
                 replace(planned, until=until, step=None if way == NONE else way, model=model)
             )
         return tuple(found)
 
     def _until(
-        self, way: PlannedWay, plain: PeakModel, time: tuple[float, float] | None
+        self, way: PlannedWay, plain: PeakModel, largest: int, time: tuple[float, float] | None
     ) -> int | None:
-        """Return the bytes with which the batch takes no more time without a way; see `ways`."""
+        """Return the bytes with which the batch takes no more time without a way that fits.
+
+        Args:
+            way: the way.
+            plain: the peak without it.
+            largest: the largest size that fits without it, in samples; 0 if none does.
+            time: seconds of a sample and of a piece without it; None while they are not known.
+        """
         samples = self.view.worth
-        if not way.largest or way.seconds is None or time is None:
-            # which does not fit now, where this way is the only one
-            return self._needed(plain, min(self.context.settings.policy.limits.floor, samples))
+        if way.seconds is None or time is None:
+            # Where nothing fits without it, any size that does is better than none.
+            floor = min(self.context.settings.policy.limits.floor, samples)
+            return None if largest else self._needed(plain, floor)
         per_sample, per_piece = time
-        over = way.seconds - per_sample * samples  # that pieces may take without a way
+        over = way.seconds - per_sample * samples  # that pieces may take
         pieces = min(samples, int(over / per_piece)) if per_piece else samples
         size = self._clamp(-(-samples // pieces)) if pieces > 0 else 0
-        if not size:
-            return None
-        return self._needed(plain, size)
+        return self._needed(plain, size) if size else None
 
     def _needed(self, model: PeakModel, size: int) -> int | None:
         """Return the bytes that pieces of a size need, with the policy's margin."""

@@ -50,6 +50,7 @@ class Job:
         self.budget.__enter__()
         quick = {"grow": True, "patience": 2, "jitter": 0.0, "sensor": None}
         self.mbs: ElasticMBS = elastic(self.model, on_event=self.events.append, **quick | options)
+        # in place of measured times, which would be those of this machine
         self.mbs._knowledge.controller.time = lambda key: time  # type: ignore[method-assign]
 
     def loss_fn(self, x: Tensor) -> Tensor:
@@ -117,6 +118,19 @@ def test_the_way_is_left_when_memory_makes_up_for_it() -> None:
     assert [type(event) for event in job.taken()] == [Escalated, Deescalated]
 
 
+def test_a_sample_that_fits_in_one_way_alone_trains_without_an_error() -> None:
+    with Job(None, escalate="auto") as job:
+        none, *ways = (there(way.peak) for way in job.plan(0, apply=False).ways)
+        job.budget.limit = int((min(ways) + none) / 2 / 0.95)  # the policy keeps 5 % free
+        report = job.mbs.plan(job.loss_fn, job.x, compare=True)
+        assert report.ways[0].largest == 0
+        chosen = there(report.chosen)
+        assert report.why == "nothing else fits"
+        assert job.step()[1] > BLOCKS
+        assert there(chosen.until) > job.budget.limit
+    assert [type(event) for event in job.taken()] == [Escalated]
+
+
 @pytest.mark.parametrize(
     ("time", "options", "apply"),
     [
@@ -133,6 +147,7 @@ def test_pieces_stay_as_they_are_otherwise(
     with Job(time, **options) as job:
         report = job.plan(0.25, apply=apply)
         assert (report.fastest == "none") == (time == SLOW_SAMPLES)
+        assert time is not None or {way.until for way in report.ways} == {None}
         if apply:
             assert job.step() == (report.ways[0].pieces, BLOCKS)
     assert not job.taken()

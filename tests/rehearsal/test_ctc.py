@@ -46,7 +46,10 @@ def reader() -> nn.Module:
 
 def test_a_ctc_loss_is_a_mean_over_samples_and_no_other_count_is_advised_for_it() -> None:
     model, told, batch = reader(), list[Any](), batch_of(pad=-100, blank=0)
-    loss_fn = lambda b: ctc(model, b, blank=0, reduction="mean")  # noqa: E731
+
+    def loss_fn(b: Any) -> Tensor:
+        return ctc(model, b, blank=0, reduction="mean")
+
     mbs = elastic(model, micro_batch_size=4, on_event=told.append)
     mbs.backward(loss_fn, batch)
     exact = whole_gradient(model, lambda twin: ctc(twin, batch, blank=0, reduction="mean"))
