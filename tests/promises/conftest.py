@@ -1,5 +1,6 @@
 """Devices for the tests that run on a GPU, and on the CPU in its place."""
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         return
     chosen = torch.device("cuda", torch.cuda.current_device())
     yield chosen
-    torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():  # the first time in a process it warns of being a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.set_per_process_memory_fraction(1.0, chosen)
     torch.cuda.empty_cache()
 
