@@ -4,7 +4,7 @@
     python benchmarks/bench_ddp.py [WORKLOAD …] [--kind fsdp2] [--pieces 1 4] [--json FILE]
 
 All loops train copies of one model on the same batches, in the same processes and over the same
-process group. Each round runs a block of steps of every loop, in an order drawn for the round, so
+process group. `--kind lockstep` is plain `fully_shard` against `mode="lockstep"`. Each round runs a block of steps of every loop, in an order drawn for the round, so
 that neighbours on the machine hit all alike. The figure is the median of the rounds' ratios to
 the plain loop, with a bootstrap interval. A second plain loop shows the method's own reading where
 nothing differs. "one process" is the part of the cost that is there without other ranks: a call on
@@ -147,7 +147,9 @@ class _Loop:
             model,
             micro_batch_size=-(-len(batch) // pieces),
             policy=Policy(grow=False),
-            distributed=DistributedOptions(overlap=name == "overlap"),
+            distributed=DistributedOptions(
+                overlap=name == "overlap", mode="lockstep" if kind == "lockstep" else "local"
+            ),
         )
         self.close = mbs.close
         guarded = name == "with optimizer_step"
@@ -306,7 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(MAKERS)}")
-    parser.add_argument("--kind", choices=("ddp", "fsdp2"), default="ddp", help="(default ddp)")
+    kinds = ("ddp", "fsdp2", "lockstep")
+    parser.add_argument("--kind", choices=kinds, default="ddp", help="(default ddp)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--pieces", type=int, nargs="+", default=[1, 4], help="of a batch")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the plain loop, about")
