@@ -4,11 +4,12 @@
     python benchmarks/bench_ddp.py [WORKLOAD …] [--kind fsdp2] [--pieces 1 4] [--json FILE]
 
 All loops train copies of one model on the same batches, in the same processes and over the same
-process group. `--kind lockstep` is plain `fully_shard` against `mode="lockstep"`. Each round runs a block of steps of every loop, in an order drawn for the round, so
-that neighbours on the machine hit all alike. The figure is the median of the rounds' ratios to
-the plain loop, with a bootstrap interval. A second plain loop shows the method's own reading where
-nothing differs. "one process" is the part of the cost that is there without other ranks: a call on
-the bare model beyond a loop by hand on it, as a part of the plain loop's step.
+process group. `--kind lockstep` is plain `fully_shard` against `mode="lockstep"`. Each round runs a
+block of steps of every loop, in an order drawn for the round, so that neighbours on the machine hit
+all alike. The figure is the median of the rounds' ratios to the plain loop, with a bootstrap
+interval. A second plain loop shows the method's own reading where nothing differs. "one process" is
+the part of the cost that is there without other ranks: a call on the bare model beyond a loop by
+hand on it, as a part of the plain loop's step.
 """
 
 from __future__ import annotations

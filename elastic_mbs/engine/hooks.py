@@ -210,7 +210,7 @@ class AttemptHooks:
         compiled module, given or not.
         """
         if self._largest is None and not any(map(is_compiled, self._resources.model.met)):
-            self._largest = LargestTensors(self._module_names)
+            self._largest = LargestTensors(self._module_names, self._resources.devices)
             self._hooks = (*self._hooks, self._largest)
 
     def look_away(self) -> None:

@@ -12,7 +12,7 @@ import sysconfig
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from elastic_mbs.dispatch import VersionedMode, run
 from elastic_mbs.events import format_bytes
+from elastic_mbs.memory.budget import makes_host_memory
 
 SHOWN = 3  # tensors in a message
 _LEAST = 1024  # bytes; a smaller tensor is not looked at
@@ -142,9 +143,10 @@ class _Seen(NamedTuple):
 class _Watch(VersionedMode):
     """The mode that sees new tensors."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, devices: Collection[torch.device]) -> None:
         super().__init__()
         self._names = names
+        self._devices = devices
         self._largest = 0
         self._seen: dict[int, _Seen] = {}
 
@@ -166,6 +168,8 @@ class _Watch(VersionedMode):
         nbytes = storage.nbytes()
         if nbytes < max(_LEAST, self._largest // _PART):
             return
+        if tensor.device not in self._devices or makes_host_memory():
+            return  # a copy that waits on the host
         self._largest = max(self._largest, nbytes)
         made = LargeTensor(
             nbytes, tensor.dtype, tuple(tensor.shape), _origin(_running(), self._names)
@@ -190,15 +194,17 @@ class LargestTensors:
 
     Args:
         names: returns the names of modules.
+        devices: the devices whose tensors are looked at.
     """
 
-    def __init__(self, names: Callable[[], Names]) -> None:
+    def __init__(self, names: Callable[[], Names], devices: Collection[torch.device]) -> None:
         self._names = names
+        self._devices = devices
         self._mode: _Watch | None = None
         self._entered = False
 
     def __enter__(self) -> None:
-        self._mode = _Watch(self._names())
+        self._mode = _Watch(self._names(), self._devices)
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._entered = True
 

@@ -390,6 +390,11 @@ def on_host(yes: bool = True) -> Iterator[None]:
             mode.paused -= 1
 
 
+def makes_host_memory() -> bool:
+    """Return whether this thread is inside `on_host`, and a budget leaves out what it makes."""
+    return any(mode.paused for mode in _modes_of_this_thread())
+
+
 def _leave_in_child() -> None:
     """Close every block in a forked child, whose tensors are not on the virtual device."""
     global _lock  # noqa: PLW0603  # a lock of the process's, not of an object's

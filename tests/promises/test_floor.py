@@ -22,6 +22,7 @@ from elastic_mbs import (
 )
 from elastic_mbs.escalation.largest import LargestTensors, names_of
 from elastic_mbs.events import format_bytes
+from elastic_mbs.memory.budget import on_host
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import (
     FailOn,
@@ -36,6 +37,7 @@ from tests.helpers.steps import (
 from tests.helpers.strikes import until_clean
 
 MIB, KIB = 1024**2, 1024
+CPU = torch.device("cpu")
 
 
 class _Plenty:
@@ -206,7 +208,7 @@ def test_a_look_at_the_tensors_changes_no_gradient_and_keeps_nothing_alive() -> 
     peaks, found = [], []
     for looked in (False, True):
         model, ids = words()
-        look = LargestTensors(lambda model=model: names_of([model]))  # type: ignore[misc]
+        look = LargestTensors(lambda model=model: names_of([model]), [CPU])  # type: ignore[misc]
         with MemoryBudget("1GiB", track=(model, ids)) as budget:
             if looked:
                 look.__enter__()
@@ -218,6 +220,24 @@ def test_a_look_at_the_tensors_changes_no_gradient_and_keeps_nothing_alive() -> 
         assert {tensor.origin.line for tensor in look.alive()} == ({""} if looked else set())
     assert peaks[0] == peaks[1]
     assert all(map(torch.equal, *found))
+
+
+def test_copies_on_the_host_are_none_of_the_largest_tensors() -> None:
+    look = LargestTensors(dict, [CPU])
+    with MemoryBudget("1GiB"), look:
+        kept = [torch.empty(512), torch.empty(2048, device="meta")]
+        with on_host():
+            kept.append(torch.empty(1024))
+    assert [tensor.shape for tensor in look.alive()] == [(512,)]
+    assert len(kept) == 3
+
+
+def test_offloaded_tensors_are_not_named_among_the_largest() -> None:
+    text = refused(3 * MIB // 2, "offload")
+    largest = text.partition("The largest of its tensors: ")[2].partition(". ")[0].split("; ")
+    # The head asks for its logits. The activations of the blocks before it wait on the host.
+    assert len(largest) == 1
+    assert largest[0].startswith(f"float32 (1, {LENGTH}, 16), {LENGTH * 16 * 4 / KIB:.1f} KiB")
 
 
 def test_nothing_is_looked_at_before_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
