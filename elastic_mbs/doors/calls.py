@@ -27,7 +27,7 @@ from elastic_mbs.engine.shared.companions import caller
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile, names_of
 from elastic_mbs.engine.shared.peers import Peers
 from elastic_mbs.engine.shared.resources import Resources
-from elastic_mbs.engine.shared.running import check_outer, running_call
+from elastic_mbs.engine.shared.running import check_outer, check_step, running_call
 from elastic_mbs.engine.two_pass.passes import TwoPasses, Unweighted
 from elastic_mbs.errors import IncompleteBatchError, UnsupportedError, UsageError
 from elastic_mbs.events import format_bytes
@@ -235,7 +235,7 @@ class Calls:
         """Step the optimizer, or leave it as it was. See `ElasticMBS.optimizer_step`."""
         self.check_complete()
         if (call := running_call()) is not None:
-            call.check_step(optimizer, type(optimizer).__name__)
+            check_step(call, optimizer, type(optimizer).__name__)
         try:
             self._guarded_step(optimizer, closure)
         finally:

@@ -30,7 +30,6 @@ from elastic_mbs.errors import (
     IncompleteBatchError,
     LossError,
     MicroBatchFloorError,
-    StepInsideError,
     UsageError,
 )
 from elastic_mbs.memory import oom
@@ -102,6 +101,12 @@ class Call:
     def inside(self) -> bool:
         """True while an attempt or a sink runs; False between two attempts."""
         return self.phase in (_FORWARD, _BACKWARD, _COMMIT) or self.resources.log.emitting
+
+    def _move(self, phase: Phase) -> None:
+        """Go on to a phase, unless the step or a sink has closed the runtime."""
+        if self.phase is _DONE:
+            raise _closed_inside()
+        self.phase = phase
 
     # ------------------------------------------------------------------ the loop, step by step
 
@@ -183,7 +188,8 @@ class Call:
             if snapshot.start is None:
                 snapshot.take()
             else:
-                snapshot.take_piece(read_streams=parts.profile.draws or not parts.gradients.settled)
+                moves = parts.profile.draws or not parts.gradients.settled
+                snapshot.take_piece(read_streams=moves and bool(parts.progress.committed))
             data = parts.loader.load(piece, parts.progress.schedule, cloned=parts.edits.copies)
         except Exception as error:
             if not self._failed(Attempt(piece), error):
@@ -212,6 +218,8 @@ class Call:
     def backward(self, attempt: Attempt, value: Any) -> None:
         """Weigh the loss of an attempt and run backward."""
         if attempt is not self.attempt or self.phase is not _FORWARD or not self._pass.training:
+            if self.phase is _DONE:
+                raise _closed_inside()
             raise LossError(
                 "micro.backward(loss) is called once, inside its own `with micro:` block"
             )
@@ -230,16 +238,16 @@ class Call:
             # Now, because the monitor's thread needs Python and a backward does not.
             self.resources.monitor.request_reading(rested=True)
         if attempt.differentiable:
-            parts.hooks.check_inputs()
+            parts.hooks.check_forward()
             if not gradients.settled:
                 gradients.prepare(attempt)
-            self.phase = _BACKWARD
+            self._move(_BACKWARD)
             gradients.run(attempt)
         else:
             parts.hooks.drop_graph(attempt.terms)  # no backward frees it
         parts.peers.after_backward(last=not parts.progress.schedule)
         gradients.observe()
-        self.phase = _COMMIT
+        self._move(_COMMIT)
 
     def keep(self, attempt: Attempt, outputs: Any) -> None:
         """Keep the outputs of an attempt at the place of its pass."""
@@ -255,10 +263,7 @@ class Call:
             self.parts.hooks.end(error)  # first of all: the rest needs memory itself
             if error is None:
                 if self.phase is _DONE:
-                    raise IncompleteBatchError(
-                        "the runtime was closed inside a `with micro:` block, so its batch is "
-                        "incomplete"
-                    )
+                    raise _closed_inside()
                 self._commit(attempt)
                 if not self.parts.progress.schedule:
                     # Here and not in the next turn of the loop, which a `break` would leave out.
@@ -301,7 +306,7 @@ class Call:
         parts.edits.notice(progress)
         snapshot.end_piece()
         self.attempt = None
-        self.phase = _WAITING
+        self._move(_WAITING)
 
     # ------------------------------------------------------------------ after a failed attempt
 
@@ -328,18 +333,18 @@ class Call:
         if mode is Mode.STEP:
             self._pass = self.passes.restarted(self._pass)
         self.failure = None
-        self.phase = _WAITING
+        self._move(_WAITING)
 
     # ------------------------------------------------------------------ the end of the batch
 
     def _end_pass(self) -> None:
         """End a pass whose pieces have all committed, and the call after the last one."""
-        self.phase = _FORWARD  # a step of an optimizer is refused in a loss between two passes
+        self.phase = _FORWARD  # a loss between two passes is still inside the step
         following = self.passes.after(self._pass)
-        self.phase = _WAITING
         if following is None:
             self._finish()
         else:
+            self._move(_WAITING)
             self._pass = following
 
     def _finish(self) -> None:
@@ -349,10 +354,10 @@ class Call:
         training = parts.batch.training
         if training:
             if not gradients.unchanged(at_end=True):
-                gradients.check(first=parts.progress.untouched)
+                gradients.check(first=False)
             check_nothing_lost(progress.committed, resources.retry)
         gradients.finish()
-        parts.edits.notice(parts.progress)
+        # A failure finds out whether the step draws, but where gradients were there it is refused.
         if gradients.full and not profile.draws:
             profile.learn_draws(parts.snapshot.drew_since_start())
         check_not_overwritten([attempt.outputs for attempt in progress.committed])
@@ -372,23 +377,18 @@ class Call:
         parts.report.inform_controller(progress, fresh=not gradients.full)
         parts.learn_end()
         result = self.passes.finish(parts.peers.meet(gradients, result))
+        self._move(_WHOLE)  # a callback may step, or evaluate
         running.leave_call(self)
-        self.phase = _WHOLE  # a callback may step, or evaluate
-        try:
-            for attempt in attempts:
-                for callback in attempt.callbacks:
-                    callback()
-        except BaseException as error:  # the user's own, so it stays as it is
-            self.abort(error)
-            raise
+        for attempt in attempts:
+            for callback in attempt.callbacks:
+                callback()
         self._close()
         self.result = result
 
     def _close(self) -> None:
         if self.resources.guard is not None:
             self.resources.guard.lift()  # an interrupt between the lines can have left it up
-        if self.phase is not _WHOLE:
-            running.leave_call(self)
+        running.leave_call(self)
         self.parts.progress.drop_committed()
         self.passes.close()
         self.parts.gradients.close()
@@ -400,10 +400,14 @@ class Call:
         """Abort the call by `error`.
 
         Returns:
-            The typed error to raise where the library itself ran out of memory, else nothing.
+            The typed error to raise where the library itself ran out of memory, or where the
+            runtime was closed inside the call, else nothing.
         """
         typed = list[ElasticMBSError]()
-        if self.phase is not _DONE and not isinstance(error, ElasticMBSError):
+        own = isinstance(error, ElasticMBSError) or not isinstance(error, Exception)
+        if self.phase is _DONE and not own:
+            typed.append(_closed_inside())  # the error follows from it
+        elif self.phase is not _WHOLE and not own:  # else it is a callback's, and the user's own
             verdict = oom.classify(error, self.resources.settings.recovery.is_oom)
             if verdict is not None:
                 typed.append(
@@ -430,7 +434,7 @@ class Call:
             except Exception as problem:
                 if last:  # a lost device: the error that is on its way says more
                     error.add_note(
-                        f"elastic_mbs: buffers could not be restored: {type(problem).__name__}: "
+                        f"elastic_mbs: the state could not be put back: {type(problem).__name__}: "
                         f"{problem}"
                     )
                     self._close()
@@ -444,7 +448,7 @@ class Call:
     def _drop_attempt(self) -> None:
         parts = self.parts
         # Modes that are switched between two attempts are the user's doing.
-        if self.inside or self.phase is _FAILED:
+        if self.phase is not _WAITING:
             parts.snapshot.unwind_modes()
         if self.attempt is not None:
             self.attempt.drop()  # a variable of the user's can still hold it
@@ -455,22 +459,6 @@ class Call:
         parts.knowledge.controller.abandon(parts.key, parts.report.watch.waited)
 
     # ------------------------------------------------------------------ misuse
-
-    def check_step(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """Refuse a step over the leaves of this batch while it is incomplete.
-
-        Args:
-            optimizer: the optimizer that steps, or whose learning rate does.
-            name: the class that steps, for the error.
-        """
-        if not self.resources.trains(optimizer):
-            return  # an optimizer of the step's own, over tensors that it makes itself
-        if self.inside:
-            raise StepInsideError(
-                f"{name}.step() ran inside the step function, which runs once for each piece: "
-                "step once, after the batch"
-            )
-        self.leave_early(f"{name}.step() ran before the whole batch was accumulated")
 
     def check_inside(self, attempt: Attempt, what: str) -> None:
         """Refuse a value given to an attempt that has not begun or is over: it would be lost."""
@@ -498,3 +486,10 @@ class Call:
             f"{what}: samples {self.parts.progress.missing(begun)} of "
             f"{self.parts.batch.view.length} were not run. Its gradients have been emptied"
         )
+
+
+def _closed_inside() -> IncompleteBatchError:
+    return IncompleteBatchError(
+        "the runtime was closed inside its own call (in the step, or in a function of on_event), "
+        "so this batch is incomplete: close it after the call"
+    )

@@ -76,6 +76,7 @@ class CallGradients:
     _ran = False  # a backward has begun
     _restarted = False  # ... and the batch has started over since
     _aside: Isolation | None = None  # gradients that are put aside for the whole call
+    _extra: Sequence[torch.Tensor] = ()  # leaves outside the model, once the call has ended
 
     def __init__(self, resources: Resources, profile: LossProfile, *, training: bool) -> None:
         """Note all gradients as they are.
@@ -97,7 +98,7 @@ class CallGradients:
 
     def leaves(self) -> list[torch.Tensor]:
         """Return every leaf that this call can have changed."""
-        return self._ledger.leaves() if self._training else []
+        return [*self._ledger.leaves(), *self._extra] if self._training else []
 
     def _is_settled(self) -> bool:
         plain = self._resources.settings.plain and not self._failed
@@ -360,10 +361,7 @@ class CallGradients:
 
     def restart(self) -> None:
         """Drop all contributions of the call: the batch runs from its start."""
-        if self.isolation is not None:
-            self.isolation.discard()
-            self.isolation.rewind()
-            self.isolation = None
+        self.isolation = None
         for leaf in self.leaves():
             leaf.grad = None
         self._norms.clear()
@@ -470,6 +468,7 @@ class CallGradients:
             self._aside.rewind()
             self._aside = None
         self._seen = None
+        self._extra = self._ledger.extra_leaves()  # a call can be refused after its end
         # Last: where an interrupt strikes before it, everything can still be put back.
         self._ledger.forget()
 

@@ -48,7 +48,6 @@ from elastic_mbs.escalation.logits import ChunkedLogits
 from elastic_mbs.escalation.offload import OffloadedTensors
 from elastic_mbs.escalation.position_wise import PositionWise
 from elastic_mbs.escalation.tile import TiledModules
-from elastic_mbs.memory import HostGuard
 from elastic_mbs.rollback.random_streams import StreamState
 from elastic_mbs.rollback.sample_draws import SampleDraws
 from elastic_mbs.rollback.saved_tensors import SavedTensorTable, close_checkpoints
@@ -83,19 +82,6 @@ class _Injector:
             self._injector.end()
 
 
-class _Guard:
-    """The hook of the limit on host memory."""
-
-    def __init__(self, guard: HostGuard) -> None:
-        self._guard = guard
-
-    def __enter__(self) -> None:
-        self._guard.renew()
-
-    def __exit__(self, *error: object) -> None:
-        self._guard.lift()
-
-
 class _Draws:
     """The hook of random numbers by sample: every piece begins with the call's streams."""
 
@@ -107,7 +93,8 @@ class _Draws:
         self._start = start
         self._mode: SampleDraws | None = None
 
-    def __enter__(self) -> None:
+    def check(self) -> StreamState:
+        """Return the call's streams, after a check that nothing was drawn on the host since."""
         start = self._start()
         assert start is not None  # taken before the first attempt
         if self._streams.hosts_moved(start):
@@ -115,7 +102,10 @@ class _Draws:
                 "loss_fn draws random numbers from Python's random or from numpy, which cannot be "
                 'drawn for each sample: use torch\'s, or GradientOptions(draws="piece")'
             )
-        self._streams.restore(start)
+        return start
+
+    def __enter__(self) -> None:
+        self._streams.restore(self.check())
         piece = self._running[0].piece
         mode = SampleDraws(piece.start, piece.stop)
         mode.__enter__()  # type: ignore[no-untyped-call]
@@ -135,6 +125,7 @@ class AttemptHooks:
     """
 
     table: SavedTensorTable | None = None
+    _draws: _Draws | None = None
     _first_node = 0  # the number of the first autograd node of the running attempt
     _in_place: tuple[Hook, ...] = ()  # around the running attempt
 
@@ -194,11 +185,12 @@ class AttemptHooks:
             verdicts, inputs = self._position_wise, self._inputs
             hooks.append(TiledModules(roots, streams, verdicts, self._free, inputs))
         if self._resources.settings.gradients.draws == "sample":
-            hooks.append(_Draws(self._resources, self._running, self._start))
+            self._draws = _Draws(self._resources, self._running, self._start)
+            hooks.append(self._draws)
         if fault_injector is not None:
             hooks.append(_Injector(fault_injector, self._progress, self._resources))
         if self._resources.guard is not None:
-            hooks.append(_Guard(self._resources.guard))
+            hooks.append(self._resources.guard)
         if self._largest is not None:
             hooks.append(self._largest)
         self._hooks = tuple(hooks)
@@ -257,14 +249,17 @@ class AttemptHooks:
         for hook in hooks:
             hook.__enter__()
 
-    def check_inputs(self) -> None:
-        """Refuse to run backward where a module that runs again has other inputs than in forward.
+    def check_forward(self) -> None:
+        """Refuse to run backward after a forward that could not be run again as it was.
 
         Raises:
-            ReplayUnsafeError: an input was edited in place.
+            ReplayUnsafeError: an input of a module that runs again was edited in place.
+            UsageError: numbers that are to be drawn for each sample were drawn on the host.
         """
         if self._in_place:
             self._inputs.check(self.table)
+        if self._draws is not None:
+            self._draws.check()
 
     def end(self, error: BaseException | None = None) -> None:
         """Take the hooks away, of an attempt that ends by `error` if there is one.

@@ -65,11 +65,11 @@ class Snapshot:
         self.start = self.piece = streams
 
     def take_piece(self, *, read_streams: bool) -> None:
-        """Take the snapshot of the start of a piece that is not the call's first.
+        """Take the snapshot of the start of an attempt that is not the call's first.
 
         Args:
-            read_streams: False for a step that was never seen to draw. Its streams have probably
-                not moved since the call began. A failure compares them.
+            read_streams: False where they are as the call began: no piece has committed, or
+                probably so, for a step that was never seen to draw. A failure compares them then.
         """
         self.piece = None
         self._resources.buffers.begin_piece()
@@ -119,6 +119,7 @@ class Snapshot:
         """
         self.unwind_modes()
         self._restore(self.start, to_call_start=True)
+        self.piece = self.start
 
     def _restore(self, streams: StreamState | None, *, to_call_start: bool) -> None:
         resources = self._resources
@@ -149,10 +150,13 @@ class Snapshot:
         """
         if self.start is None:
             return None
-        self._resources.streams.restore(self.start)
         buffers = self._resources.buffers
         if buffers.calls != self._number:
-            return "buffers were not restored: another call has begun since, in a callback"
+            return (
+                "buffers and random streams were not restored: another call has begun since, in a "
+                "callback"
+            )
+        self._resources.streams.restore(self.start)
         lost = buffers.restore(to_call_start=True)
         if lost is None:
             return None

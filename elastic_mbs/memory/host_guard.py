@@ -116,6 +116,12 @@ class HostGuard:
                 "torch.backends.mkldnn.enabled = False"
             )
 
+    def __enter__(self) -> None:
+        self.renew()
+
+    def __exit__(self, *error: object) -> None:
+        self.lift()
+
     def renew(self) -> None:
         """Set the limit from a new reading; about 0.1 ms.
 

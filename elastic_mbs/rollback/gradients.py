@@ -118,10 +118,11 @@ class Ledger:
 
     def leaves(self) -> list[torch.Tensor]:
         """Return every leaf that is still there."""
-        return [
-            *self._leaves,
-            *(leaf for extra in self._noted.extra.values() if (leaf := extra.leaf()) is not None),
-        ]
+        return [*self._leaves, *self.extra_leaves()]
+
+    def extra_leaves(self) -> list[torch.Tensor]:
+        """Return the leaves outside the model that are still there."""
+        return [leaf for extra in self._noted.extra.values() if (leaf := extra.leaf()) is not None]
 
     def observe(self, *, kept: bool = False) -> Observation:
         """Return all gradients as they are now.
@@ -135,7 +136,7 @@ class Ledger:
         if kept and complete:
             return Observation(grads, list(map(_VERSION, grads)), extra, True)
         if extra:
-            extra = {id(leaf): _Extra.of(leaf) for leaf in self.leaves()[len(self._leaves) :]}
+            extra = {id(leaf): _Extra.of(leaf) for leaf in self.extra_leaves()}
         grads = list(map(_GRAD, self._leaves))
         if not any(map(is_not, grads, repeat(None))):
             return Observation(grads, self._none, extra)

@@ -69,6 +69,7 @@ class SavedTensorTable:
         return Slot(tensor)
 
     def __enter__(self) -> Self:
+        self._slots.clear()  # of the attempt before: its graph is gone, or its slots are empty
         self._hooks.__enter__()
         return self
 

@@ -1,6 +1,7 @@
 """A call lets go of its batch and gradients however it ends, and tells what it could not undo."""
 
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -13,8 +14,10 @@ from elastic_mbs import (
     ElasticMBS,
     Event,
     GradientOptions,
+    Headroom,
     IncompleteBatchError,
     MicroBatchFloorError,
+    UsageError,
 )
 from tests.helpers.steps import (
     FailOn,
@@ -170,6 +173,110 @@ def test_memory_that_runs_out_after_a_close_inside_the_block_ends_as_it_is(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Plenty:
+    """A sensor that sees all memory free at every look."""
+
+    def read(self) -> Headroom:
+        return Headroom(2**40, 2**40, 0, "test", time.monotonic())
+
+
+def closing(mbs: list[ElasticMBS], kind: str) -> Any:
+    """Return a function for `on_event` that closes the runtime at an event of a kind."""
+    return lambda event: mbs[0].close() if type(event).__name__ == kind else None
+
+
+@pytest.mark.parametrize("kind", ["OutOfMemory", "Escalated", "Resized", "Warned"])
+def test_a_sink_that_closes_the_runtime_ends_the_batch_and_leaves_no_gradient(kind: str) -> None:
+    model, batch, made = mlp(), pairs(8), list[ElasticMBS]()
+    fails = {"OutOfMemory": [1], "Escalated": [1, 2, 3, 4, 5, 6]}.get(kind, [])
+    made.append(
+        elastic(
+            model,
+            micro_batch_size=2,
+            sensor=Plenty(),
+            grow=True,
+            patience=1,
+            escalate=("checkpoint",),
+            on_event=closing(made, kind),
+        )
+    )
+    if kind == "Warned":
+        model[0].weight.register_hook(lambda grad: grad)
+    ended = 0
+    for _ in range(20):
+        model.zero_grad()
+        try:
+            made[0].backward(failing(model, FailOn(*fails)), batch)
+        except IncompleteBatchError as error:
+            assert "closed inside its own call" in str(error)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            ended += 1
+            break
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert ended
+    fresh = elastic(model)
+    fresh.backward(cross_entropy(model), batch)
+    assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
+
+
+def test_a_loss_over_embeddings_that_closes_the_runtime_ends_its_batch() -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+
+    def loss(embeddings: Tensor) -> Tensor:
+        mbs.close()
+        return embeddings.square().mean()
+
+    with pytest.raises(IncompleteBatchError, match="closed inside its own call"):
+        mbs.backward_embeddings(lambda piece: model(piece[0]), loss, pairs(8))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_that_closes_the_runtime_and_returns_is_told_so() -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+
+    def step(piece: Any) -> Tensor:
+        mbs.close()
+        return cross_entropy(model)(piece)
+
+    with pytest.raises(IncompleteBatchError, match="closed inside its own call"):
+        mbs.backward(step, pairs(8))
+
+
+@pytest.mark.parametrize("place", ["step", "end", "callback"])
+def test_modes_and_rates_go_back_wherever_the_call_fails(place: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mbs = elastic(model, micro_batch_size=4, outputs="device")
+    mbs.backward(cross_entropy(model), pairs(8))
+    optimizer.step()  # from here on the runtime knows the optimizer
+    optimizer.zero_grad()
+    memory, runs = torch.zeros(4, 1, dtype=torch.float64), list[int]()
+
+    def fail() -> None:
+        raise ValueError("mine")
+
+    def step(piece: Any) -> Any:
+        runs.append(len(piece[0]))
+        model.eval()
+        optimizer.param_groups[0]["lr"] = 0.5
+        if place == "step" and len(runs) == 2:
+            fail()
+        loss = cross_entropy(model)(piece)
+        return (loss, memory.fill_(len(runs))) if place == "end" else loss  # one memory for all
+
+    with pytest.raises((ValueError, UsageError)):
+        for micro in mbs.micro_batches(pairs(8)):
+            with micro:
+                micro.backward(step(micro.data))
+                if place == "callback":
+                    micro.on_commit(fail)
+    assert model.training
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_sink_that_raises_after_the_batch_is_told_that_the_gradient_is_whole(
     door: int, error: type[BaseException]
@@ -231,7 +338,30 @@ def test_buffers_that_a_callback_has_put_out_of_reach_are_told() -> None:
             with micro:
                 micro.backward(cross_entropy(model)(micro.data))
                 micro.on_commit(evaluate if micro.start == 0 else fail)
-    assert any("buffers were not restored" in note for note in caught.value.__notes__)
+    assert any("were not restored" in note for note in caught.value.__notes__)
+
+
+def test_a_generator_that_a_callback_has_made_hides_no_error() -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+
+    class Noisy:
+        def __init__(self) -> None:
+            self.generator = torch.Generator()
+
+        def __call__(self, piece: Any) -> Tensor:
+            return model(piece[0]) + torch.rand((), generator=self.generator)
+
+    def evaluate() -> None:
+        mbs.evaluate(Noisy(), pairs())
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        for micro in mbs.micro_batches(pairs()):
+            with micro:
+                micro.backward(cross_entropy(model)(micro.data))
+                micro.on_commit(evaluate)
+    assert [note for note in caught.value.__notes__ if "put back" in note] == []
 
 
 def test_a_known_step_that_begins_to_edit_its_batch_is_recovered_from(door: int) -> None:

@@ -67,6 +67,23 @@ def test_the_limit_is_up_in_forward_and_backward_and_down_everywhere_else(
     assert limit.soft == -1
 
 
+@pytest.mark.parametrize("size", [8, 4])
+def test_the_limit_is_up_in_a_loss_over_embeddings_in_one_pass_and_in_two(
+    model: nn.Sequential, limit: Limit, size: int
+) -> None:
+    free, seen = limit.soft, list[int]()
+
+    def loss(embeddings: Any) -> Any:
+        seen.append(limit.soft)
+        return embeddings.square().mean()
+
+    mbs = elastic(model, micro_batch_size=size, host_guard="10MiB")
+    mbs.backward_embeddings(lambda piece: model(piece[0]), loss, pairs(8))
+    assert seen
+    assert free not in seen
+    assert limit.soft == free
+
+
 def test_evaluation_is_guarded_too_also_inside_a_step(limit: Limit) -> None:
     model, other = mlp(), mlp(seed=5)
     inner = elastic(other, micro_batch_size=8, host_guard="60MiB")

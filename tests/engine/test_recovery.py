@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import OutOfMemory
+from elastic_mbs.engine.shared.peers import Alone
 from elastic_mbs.events import Event
 from tests.helpers.steps import (
     FailOn,
@@ -20,6 +21,7 @@ from tests.helpers.steps import (
     off_by,
     pairs,
     settled,
+    there,
     through,
     whole_gradient,
 )
@@ -101,6 +103,62 @@ def test_a_scaler_with_one_of_its_two_tensors_makes_both_again() -> None:
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
         scaler.update()
     assert struck >= 2
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_a_first_piece_that_fails_again_is_replayed_beside_gradients(door: int, fails: int) -> None:
+    """Nothing has committed, so its streams are those of the call's start: no restart is needed."""
+    model, twin, batch = mlp(), mlp(), pairs(8)
+    fail = FailOn(*range(1, fails + 1))
+
+    def loss_fn(b: Pair, net: nn.Module = model) -> Tensor:
+        return cross_entropy(net)(b) * random.random()
+
+    def failing_fn(b: Pair) -> Tensor:
+        loss = loss_fn(b)
+        fail()
+        return loss
+
+    for net in (model, twin):
+        cross_entropy(net)(batch).backward()
+    random.seed(3)
+    result = through(door, elastic(model), failing_fn, batch)
+    after = random.getstate()
+    random.seed(3)
+    for start, stop in result.partition:
+        piece = (batch[0][start:stop], batch[1][start:stop])
+        (loss_fn(piece, twin) * ((stop - start) / 8)).backward()
+    assert result.ooms == fails
+    assert after == random.getstate()
+    assert all(
+        torch.allclose(there(a.grad), there(b.grad), rtol=0, atol=1e-15)
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_a_batch_that_starts_over_and_fails_before_its_first_piece_begins_where_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As a gather of parameters of `fully_shard` can fail before a piece.
+    model, drawn, gather = mlp(), list[tuple[int, float]](), FailOn()
+    monkeypatch.setattr(Alone, "before_piece", lambda self: gather())
+    mbs = elastic(model, micro_batch_size=4)
+
+    def draws(batch: Pair) -> Tensor:
+        drawn.append((len(batch[0]), float(torch.rand(()))))
+        random.random()  # from a stream that is not read before the second piece
+        if len(drawn) == 2:
+            gather.calls = frozenset({gather.count + 1})
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB")
+        out: Tensor = model(batch[0])
+        return out
+
+    torch.manual_seed(3)
+    first = float(torch.rand(()))
+    torch.manual_seed(3)
+    mbs.evaluate(draws, pairs(8))
+    assert drawn[0] == (4, first)
+    assert drawn[2][1] == first
 
 
 def test_unscaling_is_tried_again_after_a_memory_error_of_python() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -337,6 +338,27 @@ def test_the_waits_of_one_call_share_one_limit() -> None:
         mbs.backward(failing(model, fail), pairs(1))
     assert sum(naps) <= 2.0 + 1e-9
     assert fail.count <= 50
+
+
+def test_the_waits_of_two_passes_share_one_limit() -> None:
+    model = mlp()
+    sensor = _Scripted(_room(free=900 * MIB, others=0))
+    mbs = elastic(model, micro_batch_size=1, sensor=sensor, wait_for_memory=0.5)
+    naps, runs = list[float](), dict[bool, int]()
+    mbs._resources.sleep = naps.append
+
+    def embed(piece: Pair) -> Tensor:
+        second = torch.is_grad_enabled()
+        runs[second] = runs.get(second, 0) + 1
+        if runs[second] <= 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB")
+        out: Tensor = model(piece[0])
+        return out
+
+    with suppress(MicroBatchFloorError):
+        mbs.backward_embeddings(embed, lambda found: found.square().mean(), pairs(4))
+    assert len(runs) == 2
+    assert 0 < sum(naps) <= 0.5 + 1e-9
 
 
 @pytest.mark.parametrize(

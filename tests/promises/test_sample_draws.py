@@ -192,6 +192,14 @@ def test_numbers_that_do_not_belong_to_samples_are_refused(
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_draws_on_the_host_are_refused_in_the_first_call_however_it_is_split() -> None:
+    model = nn.Linear(2, 1)
+    mbs = elastic(model, micro_batch_size=4, gradients=GradientOptions(draws="sample"))
+    with pytest.raises(UsageError, match="from Python's random or from numpy"):
+        mbs.backward(lambda x: model(x).mean() * random.random(), torch.ones(4, 2))
+    assert model.weight.grad is None
+
+
 def test_attention_without_dropout_draws_nothing() -> None:
     split(
         lambda x: functional.scaled_dot_product_attention(

@@ -346,3 +346,18 @@ def test_modules_that_nobody_gave_stay_in_their_mode() -> None:
 
     elastic(model, micro_batch_size=4).backward(loss_fn, pairs(8))
     assert [each.training for each in (*judge.modules(), *teacher.modules())] == before
+
+
+def test_a_refused_first_split_leaves_no_gradient_outside_the_model_either() -> None:
+    model, batch = mlp(), pairs()
+    given = [torch.ones(4, dtype=torch.float64, requires_grad=True)]
+    mbs = elastic(model, micro_batch_size=2, gradients=GradientOptions(verify="error"))
+
+    def loss(piece: Pair) -> torch.Tensor:
+        out: torch.Tensor = (model(piece[0]) * given[0].sum()).sum()  # a sum, under the mean
+        return out
+
+    with pytest.raises(UsageError):
+        mbs.backward(loss, batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert given[0].grad is None

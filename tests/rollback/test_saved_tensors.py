@@ -116,6 +116,14 @@ def test_graphs_hold_no_cycle_and_the_table_nothing_of_one_that_died() -> None:
         gc.enable()
 
 
+def test_the_table_keeps_nothing_of_earlier_blocks() -> None:
+    w, table = torch.ones(3, requires_grad=True), SavedTensorTable()
+    for _ in range(50):
+        with table:
+            w.exp().sum().backward()
+    assert len(table._slots) <= 2
+
+
 def test_the_use_of_an_emptied_graph_is_explained() -> None:
     w = torch.ones(3, requires_grad=True)
     table = SavedTensorTable()

@@ -27,7 +27,7 @@ _OTHERS = 16
 
 
 class Floor:
-    """The failures of one piece at the floor, and the time that is left to wait for memory.
+    """The failures of one piece at the floor.
 
     A commit resets the count only if it holds this piece's first sample. After a restart of the
     batch other pieces commit first, and that is no progress.
@@ -37,7 +37,6 @@ class Floor:
         self._parts = parts
         self._start: int | None = None  # first sample of the piece
         self._failures = 0
-        self._wait_left = parts.resources.settings.memory.wait_for_memory  # seconds
         self._tries = list[Try]()  # the ways in which this piece did not fit
 
     def committed(self, start: int, stop: int) -> None:
@@ -88,6 +87,12 @@ class Floor:
             )
         )
 
+    @property
+    def _wait_left(self) -> float:
+        """Seconds that this call may still wait for memory, in all of its passes together."""
+        limit = self._parts.resources.settings.memory.wait_for_memory
+        return limit - self._parts.report.watch.waited
+
     def _may_retry(self, seen: Headroom | None, failure: Failure) -> bool:
         """Return whether the same piece is tried again, after a wait where others hold memory."""
         if self._failures < _TRIES:
@@ -104,7 +109,6 @@ class Floor:
         if nap <= 0:
             return False
         self._parts.resources.sleep(nap)
-        self._wait_left -= nap
         self._parts.report.watch.waited += nap
         return True
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from elastic_mbs.device import Accelerator
-from elastic_mbs.errors import NestedCallError, UnsupportedError, UsageError
+from elastic_mbs.errors import NestedCallError, StepInsideError, UnsupportedError, UsageError
 
 _thread = threading.local()
 # The calls of all threads: a backward on a GPU has a thread of its own, and an optimizer could step
@@ -39,8 +39,7 @@ def running_call() -> Any:
 def enter_call(call: Any) -> None:
     """Mark this thread as inside `call`, unless it is inside another one.
 
-    From now on `call.check_step` is called before every step of an optimizer, and of a scheduler
-    of its learning rate.
+    From now on every step of an optimizer, and of a scheduler of its learning rate, is checked.
     """
     if running_call() is None:
         _thread.call = call
@@ -184,7 +183,29 @@ def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
         if call.finished:  # an interrupt has struck between its end and its leaving
             leave_call(call)
         else:
-            call.check_step(optimizer, name)
+            check_step(call, optimizer, name)
+
+
+def check_step(call: Any, optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Refuse a step over the leaves of a call's batch while it is incomplete.
+
+    Args:
+        call: the call.
+        optimizer: the optimizer that steps, or whose learning rate does.
+        name: the class that steps, for the error.
+
+    Raises:
+        StepInsideError: the step ran inside the step function.
+        IncompleteBatchError: a loop was left early.
+    """
+    if not call.resources.trains(optimizer):
+        return  # an optimizer of the step's own, over tensors that it makes itself
+    if call.inside:
+        raise StepInsideError(
+            f"{name}.step() ran inside the step function, which runs once for each piece: "
+            "step once, after the batch"
+        )
+    call.leave_early(f"{name}.step() ran before the whole batch was accumulated")
 
 
 # ---------------------------------------------------------------------- misuse

@@ -199,7 +199,7 @@ class TwoPasses:
             "changes (take a smaller batch, or compute the loss block by block)",
             attempt,
         )
-        parts.gradients.check(first=parts.progress.untouched)
+        parts.gradients.check(first=False)
         self._check_state(buffers, modes_changed=resources.model.training() != modes)
         self._embedded = streams
         self._ended = resources.streams.read(hosts=True)
@@ -212,7 +212,8 @@ class TwoPasses:
         order = None if by_length is None else by_length.order
         by_sample = settings.gradients.draws == "sample"
         draws = SampleDraws(0, view.length) if by_sample else nullcontext()
-        with torch.enable_grad(), draws:
+        guard = self._parts.resources.guard or nullcontext()
+        with torch.enable_grad(), draws, guard:
             return EmbeddingCache(embeddings, self._loss_fn, order, settings.scaler, self._place())
 
     def _place(self) -> Place:
