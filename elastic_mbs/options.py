@@ -134,7 +134,7 @@ class RecoveryOptions(_Group):
 
     def __post_init__(self) -> None:
         _check_choice(self, "replay", "auto", "isolate")
-        every = [rungs for n in range(5) for rungs in permutations(RUNGS, n)]
+        every = [rungs for n in range(len(RUNGS) + 1) for rungs in permutations(RUNGS, n)]
         if self.escalate not in ("auto", *every):
             raise UsageError(
                 f'escalate={self.escalate!r} is neither "auto" nor a tuple of "logits", '

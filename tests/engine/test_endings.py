@@ -201,7 +201,7 @@ def test_a_sink_that_closes_the_runtime_ends_the_batch_and_leaves_no_gradient(ki
         )
     )
     if kind == "Warned":
-        model[0].weight.register_hook(lambda grad: grad)
+        next(model.parameters()).register_hook(lambda grad: grad)
     ended = 0
     for _ in range(20):
         model.zero_grad()
@@ -350,7 +350,8 @@ def test_a_generator_that_a_callback_has_made_hides_no_error() -> None:
             self.generator = torch.Generator()
 
         def __call__(self, piece: Any) -> Tensor:
-            return model(piece[0]) + torch.rand((), generator=self.generator)
+            out: Tensor = model(piece[0]) + torch.rand((), generator=self.generator)
+            return out
 
     def evaluate() -> None:
         mbs.evaluate(Noisy(), pairs())
