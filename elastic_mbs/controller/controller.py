@@ -366,8 +366,8 @@ class Controller:
         if size != track.size:
             track.resize(size, self._clock(), self._patience())
 
-    def _move(self, track: Track, after: int, reason: str) -> Move:
-        move = Move(track.size, after, reason)
+    def _move(self, track: Track, call: RunningCall, after: int, reason: str) -> Move:
+        move = Move(track.size, min(after, call.largest), reason)  # WHOLE is no number to show
         self._resize(track, after)
         return move
 
@@ -437,7 +437,8 @@ class Controller:
         if call.ooms > 1 or not self._policy.grow:  # several: memory has changed
             return None
         if trial is not None and trial.calls:
-            return self._move(track, trial.before, "limit") if trial.before > track.size else None
+            larger = trial.before > track.size
+            return self._move(track, call, trial.before, "limit") if larger else None
         if not first.is_spike or track.size >= call.before:
             return None
         track.drop_ceiling(first)
@@ -445,7 +446,7 @@ class Controller:
         track.trial = Trial(
             track.size, length * call.elements, self._policy.patience, first.seen, again=True
         )
-        return self._move(track, call.before, "grow")
+        return self._move(track, call, call.before, "grow")
 
     def _end_thrashing(
         self, track: Track, call: RunningCall, capacity: Capacity | None
@@ -465,7 +466,7 @@ class Controller:
         self._record_loss(track, lost, call.began, trial, ceiling)
         if trial is not None and trial.calls:
             after = trial.before
-        return self._move(track, after, "thrash")
+        return self._move(track, call, after, "thrash")
 
     # ------------------------------------------------------------------ growth
 
@@ -495,4 +496,4 @@ class Controller:
         if after is None:
             return None
         track.trial = Trial(track.size, present, self._policy.patience, capacity.bytes)
-        return self._move(track, after, "grow")
+        return self._move(track, call, after, "grow")

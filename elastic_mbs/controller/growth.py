@@ -82,7 +82,7 @@ def next_size(
     The new size is below the ceilings. It is one whose peak is predicted to fit in `available`
     bytes, at most `STRIDE` times the present size; or one that has run clean with this capacity.
     It needs fewer pieces than the present one, and saves at least `min_gain` of the time, where
-    the time is known.
+    the time is known. The whole batch needs to save none: a batch that fits is not split.
     """
     samples, elements = track.expected()  # the size must fit for all recent calls
     count = limits.pieces(samples, track.size)
@@ -99,7 +99,8 @@ def next_size(
         return None
     fewest = limits.pieces(samples, room)
     gain = track.time.gain(samples * elements / count, samples * elements / fewest)
-    if gain is not None and gain < policy.min_gain:
+    whole_again = limits.pieces(samples, proven) == 1
+    if gain is not None and gain < policy.min_gain and not whole_again:
         return None
     if ceiling is not None:
         fewest = max(fewest, _pieces_halfway(track, limits, ceiling, proven))

@@ -58,7 +58,8 @@ class Policy:
             processes on one device do not act in step.
         margin: fraction of the capacity that stays free. It shrinks to 0.01 when usage is exact
             (no allocator reserves more) and readings are stable.
-        min_gain: smallest saving of step time that is worth a change of size, as a fraction.
+        min_gain: smallest saving of step time that is worth a change of size, as a fraction. A
+            whole batch that has run clean with the memory that is there now comes back in any case.
         cooldown: after a failed growth that cost t seconds, do not grow beyond the memory seen
             then for cooldown × t seconds. Failed growths cost at most 1/cooldown of the time.
         thrash_calls: consecutive calls with allocator retries that count as a failure.

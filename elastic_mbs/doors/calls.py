@@ -236,10 +236,16 @@ class Calls:
         self.check_complete()
         if (call := running_call()) is not None:
             check_step(call, optimizer, type(optimizer).__name__)
+        self._warn_of_half_a_step()
         try:
             self._guarded_step(optimizer, closure)
         finally:
             self._steps.begun = None  # it has answered for its step
+
+    def _warn_of_half_a_step(self) -> None:
+        """Warn of an optimizer whose plain step has begun and not ended."""
+        if self._steps.begun and (left := self._steps.left_behind()) is not None:
+            self._resources.warn("optimizer-step", left, once=False)
 
     def release(self, *, gradients: bool) -> int:
         """Give memory that no phase needs back. See `ElasticMBS.release`."""
@@ -313,8 +319,7 @@ class Calls:
         """Check that no call is unfinished, and read the batch of the next one."""
         self.check_complete()
         resources = self._resources
-        if self._steps.begun and (left := self._steps.left_behind()) is not None:
-            resources.warn("optimizer-step", left, once=False)
+        self._warn_of_half_a_step()
         resources.wake()
         read = partial(self._batches.read, batch, name, given, training=counted)
         return resources.retry("look at the batch and count the loss terms", read)

@@ -30,7 +30,7 @@ class StepWatch:
             return None
         return (
             f"`{begun}.step()` did not end; parameters and state may be half changed: load the "
-            "last checkpoint, or use `mbs.optimizer_step`"
+            "last checkpoint, and step by `mbs.optimizer_step` from then on"
         )
 
     def step_begins(self, optimizer: Optimizer, *, closure: bool) -> None:

@@ -79,6 +79,29 @@ def test_growth_is_not_worth_it_below_the_smallest_gain(
     assert moves, "the second size is exploration: without it nothing is known"
 
 
+def test_the_whole_batch_comes_back_with_its_memory_also_where_that_saves_no_time() -> None:
+    driver = Driver()
+    driver.seconds = lambda m: 0.01 * m  # a piece more costs nothing
+    for _ in range(3):
+        driver.clean()
+    driver.capacity = 300  # a co-tenant
+    driver.failing(64, 32)
+    for _ in range(20):
+        driver.clean()
+    assert driver.size() < 64, "without its memory it stays away"
+    driver.capacity = 10_000
+    move = driver.until_move()[1]
+    assert move is not None
+    assert move.after == 64
+
+
+def test_a_move_names_no_more_samples_than_the_batch_has() -> None:
+    driver = Driver()
+    for _ in range(3):
+        driver.clean()
+    assert driver.failing(64) == ([32], Move(32, 64, "grow"))
+
+
 @pytest.mark.parametrize(
     ("base", "capacity", "sizes"),
     [

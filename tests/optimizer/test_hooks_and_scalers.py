@@ -1,5 +1,6 @@
 """Hooks, schedulers and scalers in a guarded step; a plain step that did not end."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -241,7 +242,7 @@ def test_a_failed_step_is_reported_with_what_to_do(implementation: str) -> None:
         world.optimizer.step()
     assert caught.value.__notes__ == [
         "elastic_mbs: `Adam.step()` did not end; parameters and state may be half changed: load "
-        "the last checkpoint, or use `mbs.optimizer_step`."
+        "the last checkpoint, and step by `mbs.optimizer_step` from then on."
     ]
 
 
@@ -252,6 +253,18 @@ def test_a_failed_step_that_was_caught_is_told_by_the_next_call() -> None:
             world.optimizer.step()
         (told,) = warned(world)
     assert told.topic == "optimizer-step"
+    assert told.message.startswith("`Adam.step()` did not end")
+
+
+def test_a_failed_step_that_was_caught_is_told_before_a_guarded_one() -> None:
+    world = World("Adam", "foreach")
+    with world.mbs:
+        with InjectOOM(at=[2]), pytest.raises(torch.OutOfMemoryError):
+            world.optimizer.step()
+        # torch's own error, where it finds its state half made
+        with suppress(KeyError):
+            world.mbs.optimizer_step(world.optimizer)
+    (told,) = (event for event in world.events if isinstance(event, Warned))
     assert told.message.startswith("`Adam.step()` did not end")
 
 
