@@ -232,7 +232,8 @@ class Call:
         gradients = parts.gradients
         if not gradients.unchanged():
             gradients.check(first=parts.progress.untouched)
-        parts.peers.before_backward(gradients, last=not parts.progress.schedule)
+        last = not parts.progress.schedule
+        parts.peers.before_backward(gradients, last=last)
         attempt.weigh(value, parts.batch.counts, self._pass.outputs)
         if parts.decision.wants_reading and not parts.progress.committed:
             # Now, because the monitor's thread needs Python and a backward does not.
@@ -245,7 +246,7 @@ class Call:
             gradients.run(attempt)
         else:
             parts.hooks.drop_graph(attempt.terms)  # no backward frees it
-        parts.peers.after_backward(last=not parts.progress.schedule)
+        parts.peers.after_backward(last=last)
         gradients.observe()
         self._move(_COMMIT)
 
