@@ -19,6 +19,7 @@ from elastic_mbs import (
     MicroBatchFloorError,
     UsageError,
 )
+from elastic_mbs.errors import BackwardInsideError
 from tests.helpers.steps import (
     FailOn,
     cross_entropy,
@@ -321,6 +322,21 @@ def test_a_backward_inside_the_forward_that_runs_out_leaves_nothing_alive() -> N
     mbs.backward(penalised, pairs())
     assert left
     assert not any(left)
+
+
+def test_a_refusal_after_memory_ran_out_keeps_no_tensor_of_the_step() -> None:
+    model, alive = mlp(), list[weakref.ref[Tensor]]()
+
+    def step(piece: tuple[Tensor, Tensor]) -> Tensor:
+        held = torch.zeros(1000)
+        alive.append(weakref.ref(held))
+        cross_entropy(model)(piece).backward()
+        raise out_of_memory()
+
+    with pytest.raises(BackwardInsideError) as caught:
+        elastic(model).backward(step, pairs())
+    assert isinstance(caught.value.__context__, torch.OutOfMemoryError)
+    assert alive[0]() is None
 
 
 def test_buffers_that_a_callback_has_put_out_of_reach_are_told() -> None:

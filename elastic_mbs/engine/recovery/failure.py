@@ -32,12 +32,16 @@ def failure_of(
     verdict = _classify(parts, attempt, error)
     if verdict is None:
         return None
-    left = parts.gradients.left_by(
-        attempt,
-        after_forward=phase.after_forward,
-        first=parts.progress.untouched,
-        training=training,
-    )
+    try:
+        left = parts.gradients.left_by(
+            attempt,
+            after_forward=phase.after_forward,
+            first=parts.progress.untouched,
+            training=training,
+        )
+    except BaseException:  # a refusal, whose context is `error`
+        oom.clear_traceback(error)
+        raise
     origin, alive = parts.hooks.origin_of(error), parts.hooks.largest()
     asked = Share(origin.module, verdict.requested or 0)
     failure = Failure(
