@@ -174,7 +174,7 @@ class Calls:
         # torch.compile would look at the gradient, and compile again without it.
         if call.parts.profile.seen or not resources.peers.alone or resources.is_compiled():
             return loss_fn
-        return refusing_to_clear(loss_fn, resources.model.leaves)
+        return refusing_to_clear(loss_fn, resources.model.leaves, lambda: call.finished)
 
     def _check_split(self, parts: CallParts, loss_fn: Callable[[Any], Any]) -> None:
         """Compare whole and pieces; empty the gradients of a call whose loss is refused."""

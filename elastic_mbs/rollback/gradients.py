@@ -290,11 +290,18 @@ class Ledger:
         )
 
 
-def refusing_to_clear(fn: Callable[..., Any], leaves: Iterable[torch.Tensor]) -> Callable[..., Any]:
+def refusing_to_clear(
+    fn: Callable[..., Any], leaves: Iterable[torch.Tensor], ended: Callable[[], bool]
+) -> Callable[..., Any]:
     """Return a step function that is refused where it clears gradients.
 
     The first piece has none to clear, and a batch of one piece has no other: it would show only
     once memory runs out. So the smallest leaf has a gradient of zeros while the first piece runs.
+
+    Args:
+        fn: the step function.
+        leaves: the leaves of the model.
+        ended: returns whether the call has ended inside the step, which clears gradients, too.
     """
     empty = (leaf for leaf in leaves if leaf.grad is None and leaf.layout is torch.strided)
     leaf = min(empty, key=torch.Tensor.numel, default=None)
@@ -307,7 +314,7 @@ def refusing_to_clear(fn: Callable[..., Any], leaves: Iterable[torch.Tensor]) ->
         zeros = leaf.grad = torch.zeros_like(leaf)
         try:
             value = fn(*args, **kwargs)
-            if leaf.grad is None:
+            if leaf.grad is None and not ended():
                 raise GradientsChangedError(
                     "the step function clears gradients (zero_grad), and runs once for each piece: "
                     "clear them before or after the whole batch"
