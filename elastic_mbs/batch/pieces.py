@@ -221,6 +221,10 @@ class Tokens(Protocol):
     """The tokens of a batch, by its samples in the order in which they are cut."""
 
     @property
+    def lengths(self) -> Sequence[int]:
+        """The tokens of each sample, without padding."""
+
+    @property
     def longest(self) -> int:
         """The tokens of the longest sample."""
 
@@ -328,7 +332,7 @@ class TokenBudget:
         """
         overhead = self.budget / self.OVERHEAD
         found = cut(self.tokens.best(start, stop, self.budget, overhead))
-        low, high = 0, self.budget  # too small, or not known to be; as few pieces
+        low, high = self._too_small(start, stop, len(found)), self.budget  # `found` is under `high`
         step = max(1, self.budget // self.FINE)
         while high - low > step:
             middle = (low + high) // 2
@@ -338,3 +342,10 @@ class TokenBudget:
             else:
                 high, found = middle, pieces
         return found
+
+    def _too_small(self, start: int, stop: int, pieces: int) -> int:
+        """Return a budget below which so many pieces do not hold a range of samples."""
+        lengths = self.tokens.lengths[start:stop]
+        each = (sum(lengths) - 1) // pieces
+        # A longer sample is a piece by itself under any budget, and takes more than its share.
+        return each if max(lengths) <= each else 0
