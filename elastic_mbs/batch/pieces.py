@@ -344,7 +344,7 @@ class TokenBudget:
         return found
 
     def _too_small(self, start: int, stop: int, pieces: int) -> int:
-        """Return a budget below which so many pieces do not hold a range of samples."""
+        """Return a budget under which a range does not fit in so many pieces; 0 for none known."""
         lengths = self.tokens.lengths[start:stop]
         each = (sum(lengths) - 1) // pieces
         # A longer sample is a piece by itself under any budget, and takes more than its share.
