@@ -26,6 +26,10 @@ torch.set_num_threads(1)
 # that would still mean something. Derandomized by hypothesis itself where it sees CI: not here,
 # because every run is to look for new examples. What reproduces a failure is printed with it.
 settings.register_profile("elastic_mbs", deadline=None, derandomize=False, print_blob=True)
+# A long look by hand at one test: `pytest --hypothesis-profile=many TEST`.
+settings.register_profile(
+    "many", settings.get_profile("elastic_mbs"), max_examples=20_000, database=None
+)
 settings.load_profile("elastic_mbs")
 
 

@@ -99,7 +99,9 @@ class Schedule:
                 return self._by_tokens
             size = NO_LIMIT
         return self.budget.balanced(
-            lambda most: costs.partition(start, stop, size, lambda at: min(most(at), self._most))
+            start,
+            stop,
+            lambda most: costs.partition(start, stop, size, lambda at: min(most(at), self._most)),
         )
 
     def worth(self, piece: Range) -> int:
