@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from elastic_mbs import events
-from elastic_mbs.errors import UsageError
+import elastic_mbs.events
+from elastic_mbs.error_bases import UsageError
 from elastic_mbs.events import CallDone, CallFailed, Event
 from elastic_mbs.sinks.finished_calls import CallSums, Line, may_be_call, other, search
 from elastic_mbs.sinks.run_log import SCHEMA
@@ -31,7 +31,7 @@ EMPTY = (
 _SHORTEST, _LONGEST = 1e-9, 1e12  # seconds that a call may take; what lies outside is no time
 _EVENTS = {
     kind.__name__: kind
-    for kind in vars(events).values()
+    for kind in vars(elastic_mbs.events).values()
     if isinstance(kind, type) and issubclass(kind, Event)
 }
 _HEAD = re.compile(rb'\{"event":"(\w+)","run":"([ !#-\[\]-~]*)","time":')
