@@ -21,7 +21,9 @@ from elastic_mbs.events import CallDone, CallFailed, Event
 from elastic_mbs.sinks.finished_calls import CallSums, Line, may_be_call, other, search
 from elastic_mbs.sinks.run_log import SCHEMA
 
-BLOCK = 256 * 1024  # bytes of lines that are read at once: what a core's cache has room for
+# Bytes of lines that are read at once. Larger ones cost a fault for each page: malloc takes them
+# from the system and gives them back, each time.
+BLOCK = 64 * 1024
 MOST = 2048  # events of one kind that are kept of a run, at least half of it
 EMPTY = (
     "there is no line of a run log in it: name a file that ElasticMBS(..., log=...) writes, and "
