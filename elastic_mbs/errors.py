@@ -31,13 +31,35 @@ from __future__ import annotations
 
 import torch
 
+from elastic_mbs.error_bases import (
+    ElasticMBSError,
+    MisuseError,
+    RecoveryError,
+    UnsupportedError,
+    UsageError,
+)
 
-class ElasticMBSError(Exception):
-    """The base of every error that this package raises by itself."""
-
-
-class UsageError(ElasticMBSError, ValueError):
-    """An argument is wrong; the message names its value and the way out."""
+__all__ = [
+    "BackwardInsideError",
+    "BatchError",
+    "CountError",
+    "ElasticMBSError",
+    "GradientsChangedError",
+    "IncompleteBatchError",
+    "LossError",
+    "MicroBatchFloorError",
+    "MisuseError",
+    "NestedCallError",
+    "OptimizerInBackwardError",
+    "OptimizerStepError",
+    "PeerError",
+    "PoisonedDeviceError",
+    "RecoveryError",
+    "ReplayUnsafeError",
+    "StepInsideError",
+    "UnsupportedError",
+    "UsageError",
+]
 
 
 class BatchError(UsageError):
@@ -50,10 +72,6 @@ class CountError(UsageError):
 
 class LossError(UsageError):
     """The loss that `loss_fn` returned is no scalar, has no graph, or is missing."""
-
-
-class MisuseError(ElasticMBSError, RuntimeError):
-    """The training loop does something inside a batch that a replay cannot undo."""
 
 
 class NestedCallError(MisuseError):
@@ -78,17 +96,6 @@ class OptimizerInBackwardError(MisuseError):
 
 class IncompleteBatchError(MisuseError):
     """The loop over `micro_batches` ended before every piece had run."""
-
-
-class UnsupportedError(ElasticMBSError, RuntimeError):
-    """A mode of torch, or a device, on which a replay cannot be made exact.
-
-    CUDA graph capture, nn.DataParallel and some modes of DDP and FSDP2 are such modes.
-    """
-
-
-class RecoveryError(ElasticMBSError, RuntimeError):
-    """Memory ran out and the batch could not be finished."""
 
 
 class MicroBatchFloorError(RecoveryError, torch.OutOfMemoryError):

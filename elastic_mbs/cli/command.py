@@ -12,27 +12,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from elastic_mbs import __version__
-from elastic_mbs.cli import demo, doctor, plan, report, watch
-from elastic_mbs.errors import RecoveryError, UsageError
+from elastic_mbs.error_bases import RecoveryError, UsageError
 from elastic_mbs.events import logger
+from elastic_mbs.version import __version__
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 NO_READER = 141  # 128 + SIGPIPE
 
 _COMMANDS = {
-    "demo": (demo, "train a small GPT in less memory than its batch needs, and compare"),
-    "doctor": (doctor, "look at this machine: what will hurt training, and what to do"),
-    "plan": (
-        plan,
-        "predict the peak memory of your model's step, size by size, without running one",
-    ),
-    "report": (
-        report,
-        "make a page of a run log: memory, micro-batch, throughput and loss over time",
-    ),
-    "watch": (watch, "follow a run log in a live panel"),
+    "demo": "train a small GPT in less memory than its batch needs, and compare",
+    "doctor": "look at this machine: what will hurt training, and what to do",
+    "plan": "predict the peak memory of your model's step, size by size, without running one",
+    "report": "make a page of a run log: memory, micro-batch, throughput and loss over time",
+    "watch": "follow a run log in a live panel",
+    "stress": "make memory run out in many ways, and see whether training survives",
 }
 
 
@@ -59,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # a terminal without arrows and blocks gets question marks, not a crash
         sys.stdout.reconfigure(errors="replace")
     try:
-        parsed = _parser(stress=given[:1] == ["stress"]).parse_args(given)
+        parsed = _parser(given).parse_args(given)
         code: int = parsed.run(parsed)
         sys.stdout.flush()
     except (UsageError, RecoveryError) as error:
@@ -74,22 +68,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser(*, stress: bool) -> _Parser:
+def _parser(given: Sequence[str]) -> _Parser:
     parser = _Parser(
         prog="elastic-mbs",
         description="PyTorch training that survives out-of-memory errors, with exact gradients.",
     )
     parser.add_argument("--version", action="version", version=f"elastic-mbs {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (module, summary) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
-        module.add_arguments(command)
-        command.set_defaults(run=module.main)
-    command = commands.add_parser(
-        "stress", help="make memory run out in many ways, and see whether training survives"
-    )
-    if stress:  # no other command needs its modules
-        _stress_arguments()(command)
+    for name, summary in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if given[:1] != [name]:
+            continue  # no other command needs its modules: most of them import torch
+        if name == "stress":
+            _stress_arguments()(command)
+        else:
+            module = importlib.import_module(f"elastic_mbs.cli.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.main)
     return parser
 
 

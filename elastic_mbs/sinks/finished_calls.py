@@ -51,7 +51,7 @@ class CallSums(NamedTuple):
 
     facts: dict[CallFacts, int]  # with the number of calls, in the order of the last call of each
     seconds: list[float]  # of each call that tells them
-    lost: dict[float, int]  # seconds in failed attempts, with the number of calls
+    lost: list[tuple[float, int]]  # seconds in failed attempts, with a number of calls
     peak: int | None  # most bytes of ours
 
     @classmethod
@@ -62,16 +62,15 @@ class CallSums(NamedTuple):
             ValueError: not all of them are for certain as this version writes them.
         """
         _, facts, seconds, lost, *memory = zip(*lines, strict=True)
-        numbers, losses = Counter(facts), Counter(lost)  # few differ
+        numbers, losses = Counter(reversed(facts)), Counter(lost)  # few differ
         sums: dict[CallFacts, int] = {}
-        for each in reversed(dict.fromkeys(reversed(facts))):
+        for each, number in reversed(numbers.items()):
             known = _facts_of(each)  # the same for other names of the runtime
-            number = sums.pop(known, 0)
-            sums[known] = number + numbers[each]
+            sums[known] = sums.pop(known, 0) + number
         return cls(
             sums,
             _known(_values(seconds, float, type(None))),
-            dict(zip(_values(losses, float), losses.values(), strict=True)),
+            list(zip(_values(losses, float), losses.values(), strict=True)),
             max(_known(_values(set().union(*memory), int, type(None))), default=None),
         )
 
@@ -84,10 +83,9 @@ def search(run: str, text: bytes) -> list[Line]:
         text: lines of a log, the last one with or without its end.
     """
     found: list[Line] = _pattern(run).findall(text)
-    if len(found) == text.count(b"\n") + 1:
-        return found[:-1] if text.endswith(b"\n") else found
-    # an end of line was taken for white space in a call
-    return [other(line) for line in text.removesuffix(b"\n").split(b"\n")]
+    if text.endswith(b"\n"):
+        found.pop()  # nothing is behind it
+    return found
 
 
 def other(line: bytes) -> Line:
@@ -107,6 +105,12 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number")
 
 
+def _refuse_two_lines(text: bytes) -> None:
+    """Raise a ValueError where an end of line would pass for white space in JSON."""
+    if b"\n" in text:
+        raise ValueError("two lines were taken for one")
+
+
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
@@ -116,7 +120,9 @@ def _values(tokens: Collection[bytes], *kinds: type) -> list[Any]:
     Raises:
         ValueError: one is none of these kinds, or a whole number out of range.
     """
-    values: list[Any] = _DECODER.decode((b"[%b]" % b",".join(tokens)).decode())
+    text = b",".join(tokens)
+    _refuse_two_lines(text)
+    values: list[Any] = _DECODER.decode((b"[%b]" % text).decode())
     if len(values) != len(tokens) or not set(map(type, values)) <= set(kinds):
         raise ValueError("not one value of the wanted kind for each token")
     if int in kinds and max(map(abs, _known(values)), default=0) >= 10**_SIZE:
@@ -131,6 +137,7 @@ def _known(values: Sequence[Any]) -> list[Any]:
 @functools.lru_cache(256)
 def _facts_of(text: bytes) -> CallFacts:
     """Return the facts in this part of a line; a ValueError where it has others."""
+    _refuse_two_lines(text)
     _, key, mode, *numbers = values = list(_DECODER.decode((b"{%b}" % text).decode()).values())
     if [type(value) for value in values] != 3 * [str] + 6 * [int]:
         raise ValueError("these are not the facts of a call")

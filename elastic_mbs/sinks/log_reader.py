@@ -12,17 +12,18 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from elastic_mbs import events
-from elastic_mbs.errors import UsageError
+import elastic_mbs.events
+from elastic_mbs.error_bases import UsageError
 from elastic_mbs.events import CallDone, CallFailed, Event
 from elastic_mbs.sinks.finished_calls import CallSums, Line, may_be_call, other, search
 from elastic_mbs.sinks.run_log import SCHEMA
 
-BLOCK = 256 * 1024  # bytes of lines that are read at once: what a core's cache has room for
+# Bytes of lines that are read at once. Larger ones cost a fault for each page: malloc takes them
+# from the system and gives them back, each time.
+BLOCK = 64 * 1024
 MOST = 2048  # events of one kind that are kept of a run, at least half of it
 EMPTY = (
     "there is no line of a run log in it: name a file that ElasticMBS(..., log=...) writes, and "
@@ -31,7 +32,7 @@ EMPTY = (
 _SHORTEST, _LONGEST = 1e-9, 1e12  # seconds that a call may take; what lies outside is no time
 _EVENTS = {
     kind.__name__: kind
-    for kind in vars(events).values()
+    for kind in vars(elastic_mbs.events).values()
     if isinstance(kind, type) and issubclass(kind, Event)
 }
 _HEAD = re.compile(rb'\{"event":"(\w+)","run":"([ !#-\[\]-~]*)","time":')
@@ -112,7 +113,7 @@ class Totals:
         took = sum(seconds)
         self.seconds += took
         self.ended_seconds += took
-        self.lost += sum(lost * number for lost, number in calls.lost.items() if _can_be_lost(lost))
+        self.lost += sum(lost * number for lost, number in calls.lost if _can_be_lost(lost))
         self._memory_of(calls.peak)
 
     def _sized(self, key: str, mode: str, size: int) -> None:
@@ -218,17 +219,17 @@ class Reader:
 
     def skim(self, text: bytes) -> None:
         """Take lines: most of those of calls, and many of one event, only count in the sums."""
-        for run, lines in self._stretches(text):
-            run.totals.calls += sum(1 for line in lines if line[1])
-            for line in lines:
-                if not line[1] and not self._counts(line[0], all_but_one=False):
-                    self.feed(line[0])
+        for run, lines, others in self._stretches(text):
+            run.totals.calls += len(lines) - len(others)
+            for at in others:
+                if not self._counts(lines[at][0], all_but_one=False):
+                    self.feed(lines[at][0])
 
     def thin(self, text: bytes) -> None:
         """Take lines: parse the ones that are to be kept, and only count the others."""
-        for run, lines in self._stretches(text):
+        for run, lines, others in self._stretches(text):
             begin = 0
-            for at in [i for i, line in enumerate(lines) if not line[1]]:
+            for at in others:
                 self._thin_calls(run, lines[begin:at])
                 line, begin = lines[at][0], at + 1
                 if not self._counts(line, all_but_one=True):
@@ -239,11 +240,10 @@ class Reader:
         """Keep the calls that are the next ones to be kept, and count all of them."""
         begin = 0
         while begin < len(calls):
-            due = begin + run.before_next("CallDone")
+            due = min(begin + run.before_next("CallDone"), len(calls))
             if begin < due:
-                left_out = calls[begin:due]
-                run.totals.calls += len(left_out)
-                run.left_out["CallDone"] = left_out[-1][0]
+                run.totals.calls += due - begin
+                run.left_out["CallDone"] = calls[due - 1][0]
             if due < len(calls):
                 record = json.loads(calls[due][0])
                 entry = Entry(None, _time(record["t"]), record)  # decoded if it stays to the end
@@ -252,29 +252,27 @@ class Reader:
                 self._keep_entry(run, entry, calls[due][0])
             begin = due + 1
 
-    def _stretches(self, text: bytes) -> Iterator[tuple[Run, Sequence[Line]]]:
-        """Yield stretches of lines, whose calls in the latest run are in its sums already.
+    def _stretches(self, text: bytes) -> Iterator[tuple[Run, Sequence[Line], Sequence[int]]]:
+        """Yield stretches of lines, each with the places of lines that are no calls.
 
-        Each ends with the next line that has to be read before the sums of calls after it.
+        The calls are of the latest run, and in its sums already. A stretch ends with the next line
+        that has to be read before the sums of calls after it.
         """
         begin = 0
         while self.latest is None and begin < len(text):
             end = text.find(b"\n", begin) + 1 or len(text)
-            yield Run(""), [other(text[begin:end])]
+            yield Run(""), [other(text[begin:end])], [0]
             begin = end
         if self.latest is None or begin == len(text):
             return
         run, lines = self.latest, search(self.latest.id, text[begin:])
-        ends = [i + 1 for i, line in enumerate(lines) if not line[1] and may_be_call(line[0])]
-        for begin, end in pairwise([0, *ends, len(lines)]):
-            stretch = lines[begin:end]
-            calls = [line for line in stretch if line[1]]
-            if calls:
-                try:
-                    run.totals.add_calls(CallSums.of(calls))
-                except (ValueError, RecursionError):
-                    stretch = [other(line[0]) for line in stretch]
-            yield run, stretch
+        begin, others = 0, list[int]()
+        for at in [i for i, line in enumerate(lines) if not line[1]]:
+            others.append(at - begin)
+            if may_be_call(lines[at][0]):
+                yield _counted(run, lines[begin : at + 1], others)
+                begin, others = at + 1, []
+        yield _counted(run, lines[begin:], others)
 
     def _counts(self, line: bytes, *, all_but_one: bool) -> bool:
         """Count a line where its event is one of very many; return whether it was.
@@ -312,6 +310,21 @@ class Reader:
             run.left_out.pop(name, None)
         else:
             run.left_out[name] = line
+
+
+def _counted(
+    run: Run, lines: Sequence[Line], others: Sequence[int]
+) -> tuple[Run, Sequence[Line], Sequence[int]]:
+    """Return a stretch of lines, the calls among which have been added to the run's sums."""
+    calls = [line for line in lines if line[1]] if others else lines
+    if not calls:
+        return run, lines, others
+    try:
+        run.totals.add_calls(CallSums.of(calls))
+    except (ValueError, RecursionError):  # each line is left to JSON
+        lines = [other(part) for line in lines for part in line[0].split(b"\n")]
+        return run, lines, range(len(lines))
+    return run, lines, others
 
 
 def read_runs(lines: Sequence[bytes]) -> list[Run]:

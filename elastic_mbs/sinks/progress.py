@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from elastic_mbs.errors import UsageError
+from elastic_mbs.error_bases import UsageError
 
 
 def progress_bar(

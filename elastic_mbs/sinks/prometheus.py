@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_mbs.errors import UsageError
+from elastic_mbs.error_bases import UsageError
 from elastic_mbs.events import Event, GuardedSink, SensorBack, SensorLost
 
 

@@ -51,7 +51,7 @@ from dataclasses import fields
 from io import FileIO
 from pathlib import Path
 
-from elastic_mbs.errors import UsageError
+from elastic_mbs.error_bases import UsageError
 from elastic_mbs.events import CallDone, Event, GuardedSink
 
 SCHEMA = 1

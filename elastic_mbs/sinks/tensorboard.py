@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_mbs.errors import UsageError
+from elastic_mbs.error_bases import UsageError
 from elastic_mbs.events import CallDone, Event, GuardedSink
 
 

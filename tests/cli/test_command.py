@@ -3,12 +3,14 @@
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from elastic_mbs import MicroBatchFloorError, __version__
 from elastic_mbs.cli import demo
-from elastic_mbs.cli.command import NO_READER, main
+from elastic_mbs.cli.command import BAD_INPUT, NO_READER, main
+from tests.helpers.events import RUN, log_of
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,33 @@ def test_it_shows_its_version_and_its_commands(
         else ("demo", "doctor", "report", "watch", "stress")
     ):
         assert words in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--version"], 0),
+        (["--help"], 0),
+        (["report", "run.jsonl"], 0),
+        (["report", "run.jsonl", "--out", "no/such/page.html"], BAD_INPUT),
+        (["watch", "run.jsonl", "--once"], 0),
+        (["watch", "none.jsonl"], BAD_INPUT),
+    ],
+)
+def test_commands_that_read_a_log_do_without_torch(
+    arguments: list[str], code: int, tmp_path: Path
+) -> None:
+    # Importing it takes seconds.
+    (tmp_path / "run.jsonl").write_bytes(log_of(RUN))
+    refused = "import sys; sys.modules['torch'] = None; from elastic_mbs.cli import main; "
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{refused}sys.exit(main())", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+from typing import assert_type
 
 import pytest
 import torch
@@ -23,26 +24,63 @@ from elastic_mbs.errors import (
 )
 
 
+def told_by_a_fresh_interpreter(code: str) -> str:
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return found.stdout
+
+
 def test_every_public_name_is_there() -> None:
     assert [name for name in elastic_mbs.__all__ if not hasattr(elastic_mbs, name)] == []
+    assert {*elastic_mbs.__all__} <= {*dir(elastic_mbs)}
+
+
+FIRST_USES = """
+import sys
+for use in (
+    "elastic_mbs.ElasticMBS",
+    "from elastic_mbs import ElasticMBS",
+    "from elastic_mbs import *; ElasticMBS",
+    "assert 'ElasticMBS' in dir(elastic_mbs)",
+    "elastic_mbs.memory.MemoryBudget",  # a module that no line has imported
+    "from elastic_mbs import recipes; recipes.linear_scaling",
+):
+    for name in [name for name in sys.modules if name.startswith("elastic_mbs")]:
+        del sys.modules[name]
+    import elastic_mbs
+    before = "ElasticMBS" in vars(elastic_mbs)
+    elastic_mbs.cut = "mine"
+    exec(use)
+    print(before, {*elastic_mbs.__all__} <= {*vars(elastic_mbs)}, elastic_mbs.cut)
+"""
+
+
+def test_the_first_use_of_a_name_brings_all_and_overwrites_none() -> None:
+    told = told_by_a_fresh_interpreter(FIRST_USES)
+    assert told.splitlines() == ["False True mine"] * 6
+
+
+def test_an_unknown_name_is_an_error_that_names_the_package() -> None:
+    with pytest.raises(AttributeError, match="'elastic_mbs' has no attribute 'Elastic'"):
+        elastic_mbs.Elastic  # type: ignore[attr-defined]  # noqa: B018 - mypy has to miss it, too
+
+
+def test_a_type_checker_knows_the_names() -> None:
+    # mypy holds it (`make lint`): none of them is Any.
+    assert_type(elastic_mbs.Policy(), elastic_mbs.Policy)
+    assert_type(elastic_mbs.__version__, str)
 
 
 def test_importing_the_package_does_not_import_the_compiler() -> None:
     # An optimizer made at import for its attributes loaded torch._dynamo: a second more, and
     # numpy's stream in every snapshot.
     code = (
-        "import sys, elastic_mbs; print([name for name in ('torch._dynamo', 'numpy.random', "
-        "'matplotlib', 'rich') if name in sys.modules])"
+        "import sys; from elastic_mbs import ElasticMBS; print([name for name in ("
+        "'torch._dynamo', 'numpy.random', 'matplotlib', 'rich') if name in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+    assert told_by_a_fresh_interpreter(code) == "[]\n"
 
 
-CLASSES = [
-    value
-    for value in vars(errors).values()
-    if inspect.isclass(value) and value.__module__ == errors.__name__
-]
+CLASSES = [value for value in vars(errors).values() if inspect.isclass(value)]
 BRANCHES = {
     UsageError: ValueError,
     MisuseError: RuntimeError,

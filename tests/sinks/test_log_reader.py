@@ -205,6 +205,12 @@ def test_whatever_stands_in_the_place_of_a_value_counts_as_json_reads_it(field: 
         assert_read_as_json_reads(good[0] + one)
 
 
+def test_each_spelling_of_the_same_seconds_counts() -> None:
+    call = event_line(done(2.0), "a", 1.5, 1.7e9)
+    spelled = [with_token(call, "seconds_lost", token) for token in (b"0.5", b"0.50", b"5e-1")]
+    assert_read_as_json_reads(b"".join([call, *spelled]))
+
+
 _CALLS = st.builds(
     done,
     samples=st.integers(0, 99),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elastic_mbs.cli.report.job import by_job, read_job
 from elastic_mbs.cli.report.page import page
-from elastic_mbs.errors import UsageError
+from elastic_mbs.error_bases import UsageError
 from elastic_mbs.sinks.log_reader import files_of, read_log
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from elastic_mbs.cli.watch.follow import Followers, State
-from elastic_mbs.errors import UsageError
+from elastic_mbs.error_bases import UsageError
 from elastic_mbs.sinks.log_reader import EMPTY
 
 

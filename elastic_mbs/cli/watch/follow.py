@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_mbs.errors import UsageError
+from elastic_mbs.error_bases import UsageError
 from elastic_mbs.events import CallDone
 from elastic_mbs.sinks.log_reader import Entry, Reader, Run, files_of, plausible, unreadable
 
