@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,10 @@ class StepResult:
     def detach(self) -> Tensor:
         """Return the loss as a tensor, which has no graph anyway."""
         return self.loss
+
+    def backward(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse the line that is left over from a loop without a runtime."""
+        raise UsageError("backward has been done by the call already: remove this line")
 
     def __float__(self) -> float:
         """Return the loss as a number; waits for the device."""
