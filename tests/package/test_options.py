@@ -64,7 +64,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     *(
         ({"escalate": value}, f"escalate={value!r}", 'use "auto"')
-        for value in ("offload", None, ("swap",), ("offload",) * 2)
+        for value in ("swap", None, ("swap",), ["swap", "offload"], 3, [])
+    ),
+    *(
+        ({"escalate": value}, f"escalate={value!r}", f"use escalate={meant!r}")
+        for value, meant in (
+            ("checkpoint", ("checkpoint",)),
+            (["tile", "offload"], ("tile", "offload")),
+            (("offload",) * 2, ("offload",)),
+        )
     ),
     *(({"replay": value}, f"replay={value!r}", "'isolate'") for value in ("piece", None, True)),
     *(
@@ -99,7 +107,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     *(({"on_event": value}, "on_event", "function") for value in (3, [print, 3])),
     ({"scaler": 2.0}, "scaler=2.0", "GradScaler"),
     ({"sensor": "nvml"}, "sensor='nvml'", "MemorySensor"),
-    ({"policy": {"patience": 3}}, "policy={'patience': 3}", "elastic_mbs.Policy"),
+    (
+        {"policy": {"patience": 3, "align": 2}},
+        "policy={'patience': 3, 'align': 2} is no elastic_mbs.Policy",
+        "write policy=Policy(patience=3, align=2)",
+    ),
+    ({"recovery": "isolate"}, "recovery='isolate'", "write recovery=RecoveryOptions(...)"),
     ({"pieces": "by_size"}, "pieces='by_size'", "'by_length'"),
     *(
         ({"pieces": "by_length", "length": value}, f"length={value!r}", "attention mask")
