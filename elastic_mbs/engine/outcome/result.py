@@ -33,7 +33,7 @@ class StepResult:
     Attributes:
         partition: the committed pieces as (start, stop) ranges of samples, in the batch's order, or
             in `order`.
-        micro_batch_size: the size in force when the call ended, in samples. Pieces of a sorted
+        micro_batch_size: the size that this call ended with, in samples. Pieces of a sorted
             batch may hold more: as many elements as this number of its longest samples.
         ooms: out-of-memory errors survived in this call.
         replayed_samples: samples that were run again.
