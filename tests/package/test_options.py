@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -208,6 +209,9 @@ def test_every_option_is_documented_and_every_group_named() -> None:
     text = inspect.getdoc(ElasticMBS) or ""  # Python 3.13 takes the indentation away by itself
     assert all(f"    {name}: " in text for name in Options.__annotations__)
     assert set(GROUPS) <= set(Options.__annotations__)
+    for name, group in GROUPS.items():
+        if name != "policy":  # which has a page of its own, with all of its fields
+            assert all(f"`{field.name}`" in text for field in fields(group)), name
 
 
 def test_options_that_are_taken_and_other_things_are_refused() -> None:
