@@ -357,14 +357,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, group in GROUPS.items():
-            given = getattr(self, name)
-            if not isinstance(given, group):
-                pairs = given.items() if isinstance(given, Mapping) else ()
-                written = ", ".join(f"{key}={value!r}" for key, value in pairs) or "..."
-                raise UsageError(
-                    f"{name}={given!r} is no elastic_mbs.{group.__name__}: write "
-                    f"{name}={group.__name__}({written})"
-                )
+            _check_group(name, getattr(self, name), group)
         object.__setattr__(self, "limits", self.policy.limits)
         size = self.micro_batch_size
         if not (
@@ -450,6 +443,16 @@ class Settings:
             self.recovery.replay == "isolate"
             or gradients.accumulate_dtype is not None
             or gradients.noise_scale is not None
+        )
+
+
+def _check_group(name: str, given: object, group: type[Any]) -> None:
+    if not isinstance(given, group):
+        pairs = given.items() if isinstance(given, Mapping) else ()
+        written = ", ".join(f"{key}={value!r}" for key, value in pairs) or "..."
+        raise UsageError(
+            f"{name}={given!r} is no elastic_mbs.{group.__name__}: write "
+            f"{name}={group.__name__}({written})"
         )
 
 
