@@ -31,7 +31,8 @@ class ElasticStep(Protocol):
 
 
 def elastic_step(
-    model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any], **options: Unpack[Options]
+    model: nn.Module | Sequence[nn.Module] | Callable[[Any], Any] | None = None,
+    **options: Unpack[Options],
 ) -> Callable[[Callable[..., Any]], ElasticStep]:
     """Decorate a step function: it gets a micro-batch, its caller passes the whole batch.
 
@@ -52,13 +53,15 @@ def elastic_step(
     ```
 
     Args:
-        model: as for `ElasticMBS`, or a function from `self` to that.
+        model: as for `ElasticMBS`, or a function from `self` to that; never left out.
         **options: as for `ElasticMBS`.
 
     Raises:
         UsageError: `model` is none of these, or an option is wrong.
     """
     check_names("elastic_step", options)
+    if model is None:
+        raise _without_model("the step function")
     if isinstance(model, nn.Module) or not callable(model):
         return lambda fn: _on_function(fn, ElasticMBS(model, **options))
     if isinstance(model, type):
@@ -70,13 +73,16 @@ def elastic_step(
     def on_method(fn: Callable[..., Any]) -> ElasticStep:
         # `@elastic_step` alone: `model` is the step function then, and `fn` its first batch
         if not callable(fn):
-            raise UsageError(
-                f"{getattr(model, '__name__', model)} was decorated without its model: write "
-                "@elastic_step(model) above it"
-            )
+            raise _without_model(getattr(model, "__name__", model))
         return _on_method(fn, model, options)
 
     return on_method
+
+
+def _without_model(what: object) -> UsageError:
+    return UsageError(
+        f"{what} was decorated without its model: write @elastic_step(model) above it"
+    )
 
 
 def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:

@@ -53,8 +53,7 @@ class OutOfMemory(Event):
 
     level: ClassVar[int] = logging.WARNING
     text: ClassVar[str] = (
-        "out of memory in {phase} of samples {start}:{stop}: micro-batch {size_before} → "
-        "{size_after}, {again}: {message}"
+        "out of memory in {phase} of samples {start}:{stop}: micro-batch {size}, {again}: {message}"
     )
     phase: str  # "load", "forward", "backward" or "commit"
     start: int  # first sample of the failed piece
@@ -79,7 +78,10 @@ class OutOfMemory(Event):
     def line(self) -> str:
         """Return the event as one log line."""
         again = "the batch starts over" if self.mode == "step" else "its samples run again"
-        return self.text.format_map({**vars(self), "again": again})
+        size = f"{self.size_before} → {self.size_after}"
+        if self.size_after == self.size_before:  # it cannot be cut, or another rank failed
+            size = f"{self.size_before} as before, with memory released"
+        return self.text.format_map({**vars(self), "size": size, "again": again})
 
 
 @dataclass(frozen=True)

@@ -138,11 +138,20 @@ class RecoveryOptions(_Group):
         if self.escalate not in ("auto", *every):
             raise UsageError(
                 f'escalate={self.escalate!r} is neither "auto" nor a tuple of "logits", '
-                '"checkpoint", "tile" and "offload", each once at most: use "auto"'
+                f'"checkpoint", "tile" and "offload", each once at most: use {self._meant()}'
             )
         if (problem := check_generators(self.generators)) is not None:
             raise UsageError(problem)
         _check_callables(self, "is_oom", "on_fatal")
+
+    def _meant(self) -> str:
+        """Return what was probably meant by an `escalate` that is refused."""
+        given: object = self.escalate
+        names = [given] if isinstance(given, str) else given
+        if not isinstance(names, list | tuple) or not names:
+            return '"auto"'
+        unknown = any(name not in RUNGS for name in names)
+        return '"auto"' if unknown else f"escalate={tuple(dict.fromkeys(names))!r}"
 
     @property
     def rungs(self) -> tuple[Rung, ...]:
@@ -348,10 +357,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, group in GROUPS.items():
-            if not isinstance(getattr(self, name), group):
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r} is no elastic_mbs.{group.__name__}"
-                )
+            _check_group(name, getattr(self, name), group)
         object.__setattr__(self, "limits", self.policy.limits)
         size = self.micro_batch_size
         if not (
@@ -437,6 +443,16 @@ class Settings:
             self.recovery.replay == "isolate"
             or gradients.accumulate_dtype is not None
             or gradients.noise_scale is not None
+        )
+
+
+def _check_group(name: str, given: object, group: type[Any]) -> None:
+    if not isinstance(given, group):
+        pairs = given.items() if isinstance(given, Mapping) else ()
+        written = ", ".join(f"{key}={value!r}" for key, value in pairs) or "..."
+        raise UsageError(
+            f"{name}={given!r} is no elastic_mbs.{group.__name__}: write "
+            f"{name}={group.__name__}({written})"
         )
 
 

@@ -80,15 +80,15 @@ class ElasticMBS(RuntimeFigures):
         name: name in logs and events; "elastic_mbs" by default.
         enabled: False makes each call a plain pass over the whole batch, with nothing caught.
         policy: which sizes are allowed, and how eagerly the size is raised.
-        gradients: how gradients are made and summed: `accumulate_dtype`, a trainer's own
-            `backward`.
+        gradients: how gradients are made, summed and checked: `accumulate_dtype`, a trainer's own
+            `backward`, `verify`, `draws`, `noise_scale`.
         recovery: what happens after an out-of-memory error: `replay`, `generators`, `is_oom`,
-            `on_fatal`.
+            `escalate`, `on_fatal`.
         memory: `device` of the pieces, `prefetch`, `sensor` and `monitor_interval`,
             `wait_for_memory`, `host_guard`.
-        distributed: `timeout` of a job of many processes. Of a module wrapped in
-            `DistributedDataParallel`, or sharded by `fully_shard`, all ranks make their runtimes,
-            and calls, together.
+        distributed: `timeout`, `overlap` and `mode` of a job of many processes. Of a module wrapped
+            in `DistributedDataParallel`, or sharded by `fully_shard`, all ranks make their
+            runtimes, and calls, together.
 
     Raises:
         UsageError: an argument makes no sense; the message names it and the way out.

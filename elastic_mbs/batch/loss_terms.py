@@ -60,8 +60,8 @@ def _separate(value: Any, names: tuple[str, ...] | None) -> tuple[Any, Any]:
         if names is not None:
             return value, None
         raise LossError(
-            f"loss_fn returned a dict without 'loss' (it has {list(value)}); {_WAYS}; for several "
-            "losses give count= as a dict"
+            f"loss_fn returned a dict without 'loss' (it has {list(value)}); {_WAYS}"
+            f"{_several(value)}"
         )
     loss = getattr(value, "loss", None)
     if loss is not None:
@@ -71,6 +71,20 @@ def _separate(value: Any, names: tuple[str, ...] | None) -> tuple[Any, Any]:
         outputs = value[1] if len(value) == 2 else tuple(value[1:]) or None
         return value[0], outputs
     raise LossError(f"loss_fn returned a {type(value).__name__}, which has no loss in it; {_WAYS}")
+
+
+def _several(values: Mapping[Any, Any]) -> str:
+    """Return what to do with a dict of losses; "" where it holds something else."""
+    if not values or not all(
+        isinstance(value, torch.Tensor) and value.numel() == 1 for value in values.values()
+    ):
+        return ""
+    counts = ", ".join(f"{name!r}: None" for name in values)
+    return (
+        "\n  if each is a mean over the samples: return sum(losses.values())\n"
+        f"  if one is a mean over something else: count={{{counts}}}, where None counts samples; "
+        "in its place a function batch → one number per sample counts the rest"
+    )
 
 
 def _refuse_several(values: tuple[Any, ...] | list[Any]) -> None:
@@ -96,8 +110,11 @@ def _scalar(loss: Any, what: str) -> torch.Tensor:
         raise LossError(f"{what} is a {type(loss).__name__}, not a tensor; {_WAYS}")
     if loss.numel() != 1:
         raise LossError(
-            f"{what} has shape {tuple(loss.shape)}; it must be a scalar: reduce it with .mean() "
-            "(or .sum() and reduction='sum')"
+            f"{what} has shape {tuple(loss.shape)}; it must be a scalar\n"
+            "  if it is the model's output: return the loss of it\n"
+            "  if the loss comes second: put it first, (loss, outputs)\n"
+            "  if it is a loss for each sample (reduction='none'): return its .mean(), or its "
+            ".sum() with ElasticMBS(reduction='sum')"
         )
     if not loss.is_floating_point():
         raise LossError(f"{what} has dtype {loss.dtype}; it must be a real floating-point scalar")

@@ -52,11 +52,13 @@ class Origin(NamedTuple):
     """The place where a tensor is made, or where an error is raised."""
 
     module: str = ""  # its qualified name; empty where none was running
-    line: str = ""  # "file:number" in the user's code; empty in backward
+    line: str = ""  # "file:number" in the user's code; empty where none was running
+    in_backward: bool = False  # without a line: the engine of backward was running
 
     def __str__(self) -> str:
-        module = f"module {self.module!r} " if self.module else ""
-        return module + (f"at {self.line}" if self.line else "in backward")
+        module = [f"module {self.module!r}"] if self.module else []
+        line = [f"at {self.line}"] if self.line else ["in backward"] if self.in_backward else []
+        return " ".join([*module, *line])
 
 
 class LargeTensor(NamedTuple):
@@ -69,7 +71,8 @@ class LargeTensor(NamedTuple):
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{kind} {self.shape}, {format_bytes(self.nbytes)}, {self.origin}"
+        known = [f"{kind} {self.shape}", format_bytes(self.nbytes), str(self.origin)]
+        return ", ".join(filter(None, known))
 
 
 class Share(NamedTuple):
@@ -101,13 +104,19 @@ def origin_of_error(error: BaseException, names: Names) -> Origin:
     return _origin(reversed(list(traceback.walk_tb(error.__traceback__))), names)
 
 
-def _origin(frames: Iterable[tuple[FrameType, int]], names: Names) -> Origin:
-    """Return the module and the line of these frames, given from the innermost outwards."""
+def _origin(
+    frames: Iterable[tuple[FrameType, int]], names: Names, *, in_backward: bool = False
+) -> Origin:
+    """Return the module and the line of these frames, given from the innermost outwards.
+
+    A thread of a device's backward has no frame of the engine: `in_backward` says it.
+    """
     module = line = installed = ""
     for frame, number in frames:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if file.startswith(_TORCH):
             if name == "_engine_run_backward":
+                in_backward = True
                 break
             # The locals of no other frame are read: Python 3.11 would keep them alive with it.
             if not module and name == "_call_impl" and file.endswith(_MODULE):
@@ -118,7 +127,8 @@ def _origin(frames: Iterable[tuple[FrameType, int]], names: Names) -> Origin:
             line = f"{_short(file)}:{number}"
         if module and line:
             break
-    return Origin(module, line or installed)
+    line = line or installed
+    return Origin(module, line, in_backward and not line)
 
 
 def _short(file: str) -> str:
@@ -171,9 +181,9 @@ class _Watch(VersionedMode):
         if tensor.device not in self._devices or makes_host_memory():
             return  # a copy that waits on the host
         self._largest = max(self._largest, nbytes)
-        made = LargeTensor(
-            nbytes, tensor.dtype, tuple(tensor.shape), _origin(_running(), self._names)
-        )
+        in_backward = torch._C._current_graph_task_id() >= 0
+        origin = _origin(_running(), self._names, in_backward=in_backward)
+        made = LargeTensor(nbytes, tensor.dtype, tuple(tensor.shape), origin)
         self._seen.pop(id(storage), None)  # of one that is gone: the order is that of making
         self._seen[id(storage)] = _Seen(weakref.ref(storage), made)
 

@@ -184,7 +184,8 @@ def _why(error: Exception, where: Origin) -> str:
         _NUMPY if ".numpy()" in str(error) else "loss_fn cannot be traced on fake tensors",
     )
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{known} ({type(error).__name__}, {where}: {text[:200]})"
+    at = ", ".join(filter(None, [type(error).__name__, str(where)]))
+    return f"{known} ({at}: {text[:200]})"
 
 
 @dataclass

@@ -18,7 +18,11 @@ from elastic_mbs.rehearsal.verify import VerifyReport, verify
 
 TRIES = 3  # of a comparison that finds no room, or no label
 _FEW, _MORE = 8, 6  # samples at most; samples on which the reason for a difference is looked for
-_NUMBERS = "a field with the numbers of samples has to be said, with cut.ragged(..., by=...)"
+_NUMBERS = "A field with the numbers of samples has to be said, with cut.ragged(..., by=...)"
+_WHOLE = (
+    "Does it read something of the whole batch beside the piece that it gets (targets, a length)? "
+    "Then the gradient just made is wrong: put it into the batch"
+)
 _OFF = 'GradientOptions(verify="off") leaves this check out'
 
 LossFn = Callable[[Any], Any]
@@ -81,9 +85,8 @@ class FirstSplit:
             return None  # those of another batch will do
         except Exception as error:
             verdict = oom.classify(error, self._resources.settings.recovery.is_oom)
-            problem = f"{type(error).__name__}: {error}"
-            if isinstance(error, IndexError):
-                problem += f" ({_NUMBERS})"
+            hint = _NUMBERS if isinstance(error, IndexError) else _WHOLE
+            problem = f"{type(error).__name__}: {error}. {hint}"
         finally:
             self.total = None
         # Outside of the handler, because the error keeps the tensors of its frames alive.

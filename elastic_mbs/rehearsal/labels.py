@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -134,8 +134,9 @@ def guessed(
 ) -> str | None:
     """Return the `count=` that makes the pieces add up, from the batch's own fields.
 
-    Labels that look so come first, numbers of the samples next (the lengths of CTC's targets), and
-    other labels and masks last: a value that few samples end with can be a label in others.
+    Labels that look so come first, numbers of the samples next (the lengths of CTC's targets, the
+    boxes in each picture's dict), and other labels and masks last: a value that few samples end
+    with can be a label in others.
 
     Args:
         view: the samples.
@@ -146,7 +147,10 @@ def guessed(
     labels = [field for field in fields if field[0] == ready]
     others = [field for field in fields if field[0] != ready]
     for counted, found in chain(
-        _by_labels(view, labels, ready), _by_numbers(view), _by_labels(view, others, ready)
+        _by_labels(view, labels, ready),
+        _by_numbers(view),
+        _by_items(view),
+        _by_labels(view, others, ready),
     ):
         if is_mean_over(counted):
             return found
@@ -180,6 +184,24 @@ def _by_numbers(view: BatchView) -> Iterator[tuple[list[float], str]]:
         if all(0 <= each < math.inf for each in numbers):
             place = _place(view.batch, name)
             yield numbers, f"is divided by the sum of {name!r}: give count=lambda b: {place}"
+
+
+def _by_items(view: BatchView) -> Iterator[tuple[list[float], str]]:
+    """Yield the numbers of rows in the dicts of the samples, by key, each with its advice."""
+    for path, items in [((), view.batch), *walk(view.batch)]:
+        if not isinstance(items, list | tuple) or len(items) != view.length:
+            continue
+        if not all(isinstance(item, Mapping) for item in items):
+            continue
+        for key in items[0]:
+            rows = [item.get(key) for item in items]
+            if all(isinstance(each, Tensor) and each.ndim for each in rows):
+                place = place_of(path, view.batch)
+                yield (
+                    [float(len(each)) for each in rows],
+                    f"is divided by the number of {key!r}: give "
+                    f"count=lambda b: [len(d[{key!r}]) for d in {place}]",
+                )
 
 
 def _values(rows: Tensor) -> Iterator[int]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from elastic_mbs.batch.counts import looks_like_token_labels
@@ -42,6 +43,7 @@ _UNKNOWN = (
     "depends on the batch's size, or on padding, of which pieces by length have less. Its split "
     "gradient is not the whole batch's"
 )
+_MAY_BE_NAN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _DRAWS = (
     "draws random numbers, so whole and pieces were not compared: they draw others. To compare "
     "them put the noise into the batch"
@@ -53,8 +55,8 @@ def reason_of(compared: Comparison, name: str | None) -> Reason:
     whole = compared.whole[name]
     if not math.isfinite(whole):
         return Reason(
-            f"of the samples taken whole is {whole}, which no split can be compared with: is "
-            "it a mean over nothing (every label ignored)?",
+            f"of the samples taken whole is {whole}, which no split can be compared with: "
+            f"{_not_finite(compared)}",
             compared=False,
         )
     again = compared.run([(0, compared.view.length)])[0].losses[name]
@@ -86,6 +88,28 @@ def reason_of(compared: Comparison, name: str | None) -> Reason:
     if on_host or (drew and compared.adds_up_alike(name)):
         return Reason(_DRAWS, wrong=False, compared=False)
     return Reason(_UNKNOWN)
+
+
+def _not_finite(compared: Comparison) -> str:
+    """Return what can have made a loss that is not finite."""
+    view = compared.view
+    if any(map(_has_nan, view.tensors)):
+        names = [repr(path) for path, tensor in view.named_tensors() if path and _has_nan(tensor)]
+        return "NaN is in the batch" + (f" ({', '.join(names)})" if names else "")
+    for module in compared.modules:
+        for name, leaf in module.named_parameters(recurse=False):
+            if _has_nan(leaf.detach()):
+                return f"NaN is in the model ({name!r} of a {type(module).__name__})"
+    return (
+        "no NaN was found in the batch or the model, so is it a mean over nothing (every label "
+        "ignored), or too large for its type?"
+    )
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    looked_at = plain and tensor.dtype in _MAY_BE_NAN and not tensor.is_meta
+    return looked_at and bool(tensor.isnan().any())
 
 
 def _reduction(compared: Comparison, name: str | None) -> str | None:

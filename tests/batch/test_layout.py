@@ -171,7 +171,9 @@ def test_the_line_for_a_reading_that_shapes_support_is_right(
         ({"x": rows(8), "a": np.zeros((2, 8))}, '"a": shape (2, 8), 2 on dim 0'),
         ({str(i): torch.ones(8 + i % 2, 2) for i in range(15)}, "… and 9 more"),
         ({"x": rows(8), "v": [rows(3, 4), rows(5, 4)]}, '"v.1": shape (5, 4)'),
-        ({"boxes": rows(9, 4), "image": rows(4, 3, 9)}, "9 rows do not divide by 4 samples"),
+        ({"boxes": rows(9, 4), "image": rows(4, 3, 9)}, '"boxes": shape (9, 4), 9 on dim 0'),
+        ({"x": rows(64, 4), "y": rows(63)}, "mend the batch, they have to be equally long"),
+        ({"ids": rows(8, 6), "position": rows(3, 8, 5)}, "samples on dim 1: dims={name: 1}"),
     ],
 )
 def test_where_shapes_support_no_reading_the_ways_are_named_and_no_line(
@@ -183,6 +185,7 @@ def test_where_shapes_support_no_reading_the_ways_are_named_and_no_line(
     text = str(caught.value)
     assert says in text
     assert "if it has" not in text
+    assert "divide" not in text  # which size is that of the samples is not known
     assert "cut.ragged(..., by=...)" in text
     assert "cut.items(...)" in text
     assert "register_splitter" in text
@@ -232,7 +235,7 @@ def test_bad_dims_are_named(batch: Any, dims: Any, message: str) -> None:
     [
         ("the batch is empty", [rows(0, 3), [], {"x": rows(0)}, {"x": []}]),
         (
-            "there is nothing to cut in the batch",
+            r"there is nothing to cut in the batch .*\n  give at least one tensor or list",
             [None, 3, "text", {}, (), {"x": torch.tensor(1.0)}, {"x": None}],
         ),
     ],

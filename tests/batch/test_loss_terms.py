@@ -99,12 +99,17 @@ def test_losses_with_names_are_found_beside_outputs(value: Any, outputs: Any) ->
         ((), None, "returned a tuple, which has no loss in it"),
         (Output(None), None, "returned a Output, which has no loss in it"),
         ({"cost": LOSS}, None, r"a dict without 'loss' \(it has \['cost'\]\)"),
+        ({"a": LOSS, "b": LOSS}, None, r"return sum\(losses.values\(\)\)"),
+        ({"a": LOSS, "b": LOSS}, None, r"count=\{'a': None, 'b': None\}, where None counts"),
         ((3.5, "logits"), None, "the loss is a float, not a tensor"),
         ({"loss": None}, None, "the loss is a NoneType, not a tensor"),
         (
             torch.ones(4, requires_grad=True),
             None,
-            r"the loss has shape \(4,\); it must be a scalar: reduce it with .mean\(\)",
+            r"the loss has shape \(4,\); it must be a scalar\n"
+            r"  if it is the model's output: return the loss of it\n"
+            r"  if the loss comes second: put it first, \(loss, outputs\)\n"
+            r"  if it is a loss for each sample .*: return its .mean\(\), or its .sum\(\) with",
         ),
         (torch.ones(0, requires_grad=True), None, r"the loss has shape \(0,\)"),
         (torch.tensor(3), None, "the loss has dtype torch.int64"),
@@ -121,6 +126,34 @@ def test_what_is_no_loss_is_refused_with_what_was_found(
 ) -> None:
     with pytest.raises(LossError, match=message):
         read_losses(value, names)
+
+
+def test_a_dict_of_other_values_is_not_advised_to_be_added_up() -> None:
+    with pytest.raises(LossError) as caught:
+        read_losses({"logits": torch.rand(4, 3), "cost": LOSS}, None)
+    assert "sum(" not in str(caught.value)
+
+
+def test_a_dict_of_losses_is_right_where_its_advice_is_followed() -> None:
+    model = mlp()
+    batch = pairs(8)
+
+    def losses(b: Any) -> Any:
+        out = model(b[0])
+        return {"fit": out.square().mean(), "rate": out.exp().mean()}
+
+    with pytest.raises(LossError) as caught:
+        elastic(model, micro_batch_size=3).backward(losses, batch)
+    assert "count={'fit': None, 'rate': None}" in str(caught.value)
+    whole = torch.autograd.grad(sum(losses(batch).values()), list(model.parameters()))
+    for fn, count in (
+        (lambda b: sum(losses(b).values()), None),
+        (losses, {"fit": None, "rate": None}),
+    ):
+        model.zero_grad()
+        elastic(model, micro_batch_size=3, count=count).backward(fn, batch)
+        for parameter, right in zip(model.parameters(), whole, strict=True):
+            torch.testing.assert_close(parameter.grad, right, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("terms", [{None: torch.tensor(1.0)}, dict.fromkeys("ab", torch.ones(()))])

@@ -1,6 +1,7 @@
 """The command line: what it says to bad input, and its exit codes."""
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,12 @@ def test_output_that_is_not_read_ends_a_command_without_a_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == NO_READER
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan", "report", "watch"])
+def test_the_help_names_no_module_of_the_package(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert not re.search(r"[a-z]\.py\b", capsys.readouterr().out)

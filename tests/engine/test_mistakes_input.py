@@ -148,10 +148,13 @@ def test_the_decorator_without_its_model_or_with_a_class_in_its_place() -> None:
         raise AssertionError("never called")
 
     decorate: Any = elastic_step
-    with pytest.raises(
-        UsageError,
-        match=r"train_step was decorated without its model: write @elastic_step\(model\) above it",
-    ):
+    says = r" was decorated without its model: write @elastic_step\(model\) above it"
+    with pytest.raises(UsageError, match=f"train_step{says}"):
         decorate(train_step)(pairs(4))
+    with pytest.raises(UsageError, match=f"the step function{says}"):
+        decorate()(train_step)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    with pytest.raises(UsageError, match=r"got an optimizer \(SGD\): give the model$"):
+        decorate(optimizer)(train_step)
     with pytest.raises(UsageError, match="class"):
         decorate(nn.Linear)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
-from elastic_mbs import MicroBatchFloorError, Warned
+from elastic_mbs import MicroBatchFloorError, UsageError, Warned
 from elastic_mbs.doors import calls
 from elastic_mbs.engine.outcome.result import StepResult, StoredOutput, map_outputs
 from elastic_mbs.testing import InjectOOM
@@ -47,6 +47,12 @@ def test_the_loss_is_the_weighted_sum_of_the_pieces() -> None:
         _losses=(torch.tensor(0.5, dtype=torch.float32), torch.tensor(0.25, dtype=torch.float64)),
     )
     assert (mixed.loss.dtype, float(mixed)) == (torch.float64, 0.75)
+
+
+def test_a_backward_left_over_on_the_result_is_told_to_go() -> None:
+    found: Any = result([], (0.25,))
+    with pytest.raises(UsageError, match="done by the call already: remove this line"):
+        found.backward(retain_graph=True)
 
 
 def test_the_loss_survives_out_of_memory_in_its_sum() -> None:

@@ -253,6 +253,17 @@ def test_verify_does_not_take_a_loss_that_is_no_number_for_randomness(
     report = elastic(model).verify(lambda batch: cross_entropy(model)(batch) * value, pairs())
     assert not report.ok
     assert f"is {value}, which no split can be compared with" in report.findings[0]
+    assert "no NaN was found in the batch or the model, so" in report.findings[0]
+
+
+def test_a_loss_of_nan_is_traced_to_the_batch_or_the_model(model: nn.Sequential) -> None:
+    x, y = pairs()
+    report = elastic(model).verify(cross_entropy(model), (torch.full_like(x, torch.nan), y))
+    assert "NaN is in the batch ('0')" in report.findings[0]
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = torch.nan
+    report = elastic(model).verify(cross_entropy(model), (x, y))
+    assert "NaN is in the model ('weight' of a Linear)" in report.findings[0]
 
 
 class Detector(nn.Module):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import elastic_mbs
 from elastic_mbs import errors
@@ -25,17 +24,13 @@ NUMBER = re.compile(r"\d[\d.]*\d|\d")
 
 
 def world() -> dict[str, object]:
-    """Return the names that the pages take for granted."""
+    """Return the names that the pages take for granted: those of the first block of them all."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(2)]
-    names = {
-        "model": model,
-        "loader": loader,
-        "batch": loader[0],
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-    }
-    return {**names, "loss_fn": lambda batch: (model(batch[0]) - batch[1]).square().mean()}
+    first = BLOCK.search(TEXTS[ROOT / "docs" / "getting-started.md"])
+    assert first is not None
+    names: dict[str, object] = {}
+    exec(first["code"], names)
+    return names
 
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.stem)

@@ -48,6 +48,12 @@ def test_the_line_of_a_failure_says_where_and_what_happens_next() -> None:
         assert part in done(ooms=2, seconds_lost=0.25).line()
 
 
+def test_the_line_of_a_failure_at_the_floor_says_that_memory_was_released() -> None:
+    line = failure(size_before=1, size_after=1).line()
+    assert "micro-batch 1 as before, with memory released, its samples run again" in line
+    assert "→" not in line
+
+
 @pytest.mark.parametrize(("seconds", "rate"), [(1.25, 51.2), (None, None), (0.0, None)])
 def test_the_rate_is_samples_per_second_where_the_time_is_known(
     seconds: float | None, rate: float | None

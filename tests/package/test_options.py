@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -64,7 +65,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     *(
         ({"escalate": value}, f"escalate={value!r}", 'use "auto"')
-        for value in ("offload", None, ("swap",), ("offload",) * 2)
+        for value in ("swap", None, ("swap",), ["swap", "offload"], 3, [])
+    ),
+    *(
+        ({"escalate": value}, f"escalate={value!r}", f"use escalate={meant!r}")
+        for value, meant in (
+            ("checkpoint", ("checkpoint",)),
+            (["tile", "offload"], ("tile", "offload")),
+            (("offload",) * 2, ("offload",)),
+        )
     ),
     *(({"replay": value}, f"replay={value!r}", "'isolate'") for value in ("piece", None, True)),
     *(
@@ -99,7 +108,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     *(({"on_event": value}, "on_event", "function") for value in (3, [print, 3])),
     ({"scaler": 2.0}, "scaler=2.0", "GradScaler"),
     ({"sensor": "nvml"}, "sensor='nvml'", "MemorySensor"),
-    ({"policy": {"patience": 3}}, "policy={'patience': 3}", "elastic_mbs.Policy"),
+    (
+        {"policy": {"patience": 3, "align": 2}},
+        "policy={'patience': 3, 'align': 2} is no elastic_mbs.Policy",
+        "write policy=Policy(patience=3, align=2)",
+    ),
+    ({"recovery": "isolate"}, "recovery='isolate'", "write recovery=RecoveryOptions(...)"),
     ({"pieces": "by_size"}, "pieces='by_size'", "'by_length'"),
     *(
         ({"pieces": "by_length", "length": value}, f"length={value!r}", "attention mask")
@@ -195,6 +209,9 @@ def test_every_option_is_documented_and_every_group_named() -> None:
     text = inspect.getdoc(ElasticMBS) or ""  # Python 3.13 takes the indentation away by itself
     assert all(f"    {name}: " in text for name in Options.__annotations__)
     assert set(GROUPS) <= set(Options.__annotations__)
+    for name, group in GROUPS.items():
+        if name != "policy":  # which has a page of its own, with all of its fields
+            assert all(f"`{field.name}`" in text for field in fields(group)), name
 
 
 def test_options_that_are_taken_and_other_things_are_refused() -> None:

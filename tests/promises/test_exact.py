@@ -322,6 +322,29 @@ def test_autocast_equals_a_plain_accumulation_of_the_same_pieces(n: int) -> None
 
 
 @pytest.mark.no_oom_injection
+@pytest.mark.parametrize("size", [1, 8, 32])
+def test_under_autocast_pieces_are_as_near_to_float32_as_the_whole_batch(size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    batch = torch.randn(64, 32), torch.randint(64, (64,))
+
+    def rounded(b: Pair) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return cross_entropy(model)(b)
+
+    def flat(found: Any) -> Tensor:
+        return torch.cat([each.flatten() for each in found])
+
+    leaves = list(model.parameters())
+    exact = flat(torch.autograd.grad(cross_entropy(model)(batch), leaves))
+    whole = flat(torch.autograd.grad(rounded(batch), leaves))
+    elastic(model, micro_batch_size=size).backward(rounded, batch)
+    pieces = flat(grads(model))
+    assert (pieces - exact).norm() < 1.2 * (whole - exact).norm()
+    assert (pieces - whole).norm() < 5e-3 * exact.norm()
+    assert 1e-3 * exact.norm() < (whole - exact).norm() < 1e-2 * exact.norm()  # it does round
+
+
 def test_a_trainers_own_backward_is_called_once_per_piece_and_stays_exact() -> None:
     model, batch = mlp(), pairs(8)
     calls: list[float] = []

@@ -178,6 +178,19 @@ def test_an_error_in_backward_names_the_largest_tensors_and_where_they_are_from(
     assert largest[-1].endswith(line_of("# the line of Block"))
 
 
+@pytest.mark.parametrize("door", ["evaluate", "backward"])
+def test_an_error_without_a_line_of_the_user_says_in_backward_only_of_backward(door: str) -> None:
+    model, x = nn.Sequential(nn.Linear(16, CLASSES)), torch.randn(1, LENGTH, 16)
+    with MemoryBudget("1GiB", track=(model, x)) as budget:
+        mbs = elastic(model, sensor=None)
+        budget.limit = budget.live + MIB
+        with pytest.raises(MicroBatchFloorError) as caught:
+            getattr(mbs, door)(model, x)
+    text = str(caught.value)
+    assert "(module '0'); without" in text
+    assert "in backward" not in text
+
+
 @pytest.mark.parametrize(
     ("limit", "module", "values"),
     # a block's own: the activation and the sum, without the outputs of its layers; and of the head

@@ -280,6 +280,26 @@ def test_an_index_that_is_not_said_is_told_of_with_the_way_to_say_it() -> None:
     assert "cut.ragged(..., by=...)" in message
 
 
+def test_a_whole_batch_beside_the_piece_is_told_of_and_following_it_is_right() -> None:
+    model, events = nn.Linear(4, 1).double(), list[Event]()
+    x, y = torch.rand(8, 4).double(), torch.rand(8, 1).double()
+
+    def beside(b: Any) -> Any:
+        return (model(b) - y).square().mean()  # one row of a piece is compared with all targets
+
+    mbs = elastic(model, micro_batch_size=1, on_event=events.append)
+    mbs.backward(beside, x)
+    (message,) = warned(events)
+    assert "could not be compared on a few samples: RuntimeError: The size of tensor" in message
+    assert "Then the gradient just made is wrong: put it into the batch" in message
+    inside = lambda b: (model(b[0]) - b[1]).square().mean()  # noqa: E731
+    model.zero_grad()
+    mbs.backward(inside, (x, y))
+    assert len(warned(events)) == 1
+    (right,) = torch.autograd.grad(beside(x), model.weight)
+    torch.testing.assert_close(model.weight.grad, right, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("n", [45, 60, 75, 90, 105, 120])
 def test_an_out_of_memory_error_anywhere_in_it_leaves_the_call_as_it_is(n: int) -> None:
     model, batch = mlp(), pairs()

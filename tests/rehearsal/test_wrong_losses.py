@@ -224,6 +224,30 @@ def test_a_mean_over_a_mask_of_the_batch_is_found_and_its_count_is_exact() -> No
     right(model, make, batch, count=count_tokens(1, ignore_index=0))
 
 
+@pytest.mark.parametrize("place", ["b", "b[1]"])
+def test_a_mean_over_the_boxes_of_pictures_is_found_and_its_count_is_exact(place: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).double()
+    pictures = torch.randn(8, 6).double()
+    targets = [{"boxes": torch.rand(n, 4).double()} for n in (1, 2, 3, 4, 2, 1, 5, 2)]
+    for picture, target in zip(pictures, targets, strict=True):
+        target["picture"] = picture
+    batch: Any = targets if place == "b" else (pictures, targets)
+
+    def make(each: nn.Module) -> LossFn:
+        def loss_fn(b: Any) -> Any:
+            found = b if place == "b" else b[1]
+            sums = [(each(d["picture"]) - d["boxes"]).abs().sum() for d in found]
+            return torch.stack(sums).sum() / sum(len(d["boxes"]) for d in found)
+
+        return loss_fn
+
+    found = wrong(model, make(model), batch)
+    assert f"give count=lambda b: [len(d['boxes']) for d in {place}]" in found
+    advised = eval(f"lambda b: [len(d['boxes']) for d in {place}]")
+    right(model, make, batch, count=advised)
+
+
 WEIGHTS = torch.tensor([0.1, 1.0, 5.0, 0.5]).double()
 
 

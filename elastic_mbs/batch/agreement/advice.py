@@ -40,7 +40,7 @@ def disagreement(layout: Layout, root: Node, reads: Reads) -> str:
     if len(leaves) > len(shown):
         lines.append(f"  … and {len(leaves) - len(shown)} more")
     lines += _forgotten(layout, leaves, reads)
-    lines += _offers(layout, root, leaves, reads) or _ways(leaves, sizes)
+    lines += _offers(layout, root, leaves, reads) or _WAYS
     unused = ", ".join(map(repr, unmatched(layout.dims, root.value)[:MOST_NAMES]))
     return "\n".join(lines) + (
         f"\n  dims names {unused}, which the batch does not have" if unused else ""
@@ -70,18 +70,12 @@ def _forgotten(layout: Layout, leaves: Sequence[Node], reads: Reads) -> list[str
     return []
 
 
-def _ways(leaves: Sequence[Node], sizes: Sequence[int]) -> list[str]:
-    """Return what to do with rows that are no samples."""
-    few, many = sizes[0], sizes[-1]
-    # what most parts have is the number of samples, as far as that can be told
-    most = 2 * sum(leaf.size == few for leaf in leaves) >= len(leaves)
-    odd = len(sizes) == 2 and few and many % few and most
-    return [
-        f"  {f'{many} rows do not divide by {few} samples. ' if odd else ''}"
-        "Rows that belong to samples in unequal numbers: cut.ragged(..., by=...) or lengths=...",
-        "  one entry per sample in a list: cut.items(...); a class of your own: register_splitter",
-        "  samples on dim 1: dims={name: 1}; what all of them share (class weights): cut.whole",
-    ]
+_WAYS = [
+    "  all of them with a row per sample: mend the batch, they have to be equally long",
+    "  rows that belong to samples in unequal numbers: cut.ragged(..., by=...) or lengths=...",
+    "  one entry per sample in a list: cut.items(...); a class of your own: register_splitter",
+    "  samples on dim 1: dims={name: 1}; what all of them share (class weights): cut.whole",
+]
 
 
 def _offers(layout: Layout, root: Node, leaves: Sequence[Node], reads: Reads) -> list[str]:

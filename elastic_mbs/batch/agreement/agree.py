@@ -71,7 +71,7 @@ class Agreement:
             raise BatchError(
                 "there is nothing to cut in the batch (type "
                 f"{type_name(type(self.root.value))}): no tensor with a dimension and no list of "
-                "samples\n  every part of it passes whole"
+                "samples\n  give at least one tensor or list with a row per sample"
             )
         size = sizes.pop()
         if not size:

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="plan for offloading and checkpointing, too, and say which is fastest, or neither",
+        help="plan for each way to save memory, too (logits, checkpoint, tile, offload), and say "
+        "which is fastest, if any",
     )
     parser.add_argument(
         "--json",

@@ -2,10 +2,11 @@
 
 Four lanes on one time axis (memory, micro-batch size, throughput, loss), with a mark for each
 event. A job of several ranks is one run, with a lane of memory for each of them. It opens without a
-network, in light and dark, on wide and narrow screens. `data.py` has the points of each line,
-`job.py` puts ranks together, `svg.py` has each line's lane and look, `page.py` the HTML around the
-lanes.
+network, in light and dark, on wide and narrow screens.
 """
+
+# `data.py` has the points of each line, `job.py` puts ranks together, `svg.py` has each line's lane
+# and look, `page.py` the HTML around the lanes.
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class StepResult:
     Attributes:
         partition: the committed pieces as (start, stop) ranges of samples, in the batch's order, or
             in `order`.
-        micro_batch_size: the size in force when the call ended, in samples. Pieces of a sorted
+        micro_batch_size: the size that this call ended with, in samples. Pieces of a sorted
             batch may hold more: as many elements as this number of its longest samples.
         ooms: out-of-memory errors survived in this call.
         replayed_samples: samples that were run again.
@@ -90,6 +90,10 @@ class StepResult:
     def detach(self) -> Tensor:
         """Return the loss as a tensor, which has no graph anyway."""
         return self.loss
+
+    def backward(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse the line that is left over from a loop without a runtime."""
+        raise UsageError("backward has been done by the call already: remove this line")
 
     def __float__(self) -> float:
         """Return the loss as a number; waits for the device."""

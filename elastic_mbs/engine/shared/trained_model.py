@@ -257,6 +257,8 @@ def _values(owned: attrgetter[dict[str, Any]], modules: Iterable[nn.Module]) -> 
 
 def modules_of(model: object) -> Sequence[nn.Module]:
     """Return the modules that `model=` stands for."""
+    if isinstance(model, torch.optim.Optimizer):
+        raise UsageError(f"model= got an optimizer ({type(model).__name__}): give the model")
     modules = [model] if isinstance(model, nn.Module) else model
     if not (
         isinstance(modules, Sequence)
