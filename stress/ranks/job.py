@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from queue import Empty
 from typing import Any, NamedTuple
 
@@ -57,6 +58,13 @@ def _rank(
     os._exit(0)  # no waiting for the groups of others
 
 
+def server() -> ForkServerContext:
+    """Return the context whose processes are forked from the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.preload"])
+    return context
+
+
 def run_ranks(
     fn: Callable[..., Any], *args: Any, world: int = 2, wall: float = 60.0
 ) -> list[Outcome]:
@@ -64,8 +72,7 @@ def run_ranks(
 
     A rank that has not ended within `wall` seconds is a hang, and is killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.preload"])
+    context = server()
     queue = context.Queue()
     store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     ranks = [
