@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from elastic_mbs.rehearsal.first_split import FirstSplit
 from stress.limits import simcuda
+from tests.helpers import strikes
 
 # pytester tests the other one, which injects out-of-memory errors (`make test-injected`)
 pytest_plugins = ["pytester", "elastic_mbs.testing"]
@@ -46,9 +47,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in the same hook
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw a seed for the examples of a run in CI, unless `--hypothesis-seed` gives one."""
+    """Draw a seed for the examples and sweeps of a run in CI, unless `--hypothesis-seed` gives one.
+
+    Workers are given the drawn one.
+    """
     if os.environ.get("CI") and config.getoption(SEED_OPTION) is None:
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+    strikes.seed = config.getoption(SEED_OPTION)
 
 
 @pytest.hookimpl(trylast=True)
@@ -58,6 +63,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     terminal = session.config.pluginmanager.getplugin("terminalreporter")
     if seed is not None and terminal is not None:
         terminal.write_line(f"{SEED_OPTION}={seed}")
+
+
+@pytest.hookimpl(optionalhook=True)  # a machine with a GPU may be without xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than there are cores: tests of several processes often wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_cmdline_main(config: pytest.Config) -> None:
