@@ -58,10 +58,13 @@ def _rank(
     os._exit(0)  # no waiting for the groups of others
 
 
-def server() -> ForkServerContext:
-    """Return the context whose processes are forked from the server."""
+def server(*modules: str) -> ForkServerContext:
+    """Return the context whose processes are forked from the server.
+
+    It starts with the first of them, and imports `modules` besides what every rank needs.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.preload"])
+    context.set_forkserver_preload([*modules, f"{__package__}.preload"])
     return context
 
 
