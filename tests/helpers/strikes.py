@@ -89,7 +89,7 @@ Strike = TypeVar("Strike", bound=_Strike)
 seed: str | None = None
 
 
-def _drawn(stride: int) -> int:
+def drawn(stride: int) -> int:
     """Return the first place of a test's sweep: drawn in a run with a seed, else 1.
 
     Over many runs every place is struck.
@@ -111,7 +111,7 @@ def until_clean(
         first: the first place, where a test asserts what is met at single places; else it is drawn
             from the first `stride`.
     """
-    for at in itertools.count(_drawn(stride) if first is None else first, stride):
+    for at in itertools.count(drawn(stride) if first is None else first, stride):
         strike = make(at)
         yield strike
         assert at < 20_000, "it strikes for ever"
