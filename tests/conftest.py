@@ -5,6 +5,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -47,13 +48,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in the same hook
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw a seed for the examples and sweeps of a run in CI, unless `--hypothesis-seed` gives one.
-
-    Workers are given the drawn one.
-    """
+    """Draw a seed for examples and sweeps in CI, unless `--hypothesis-seed` gives one."""
     if os.environ.get("CI") and config.getoption(SEED_OPTION) is None:
-        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+        drawn = str(random.SystemRandom().randrange(2**32))
+        config.option.hypothesis_seed = getattr(config, "workerinput", {}).get(SEED_OPTION, drawn)
     strikes.seed = config.getoption(SEED_OPTION)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist the common seed."""
+    node.workerinput[SEED_OPTION] = node.config.getoption(SEED_OPTION)
 
 
 @pytest.hookimpl(trylast=True)
