@@ -12,13 +12,15 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.context import ForkServerContext
 from queue import Empty
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext  # Windows has none
 
 OK = "ok"
 ERROR = "error"
