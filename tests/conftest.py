@@ -5,6 +5,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 from elastic_mbs.rehearsal.first_split import FirstSplit
 from stress.limits import simcuda
+from tests.helpers import strikes
 
 # pytester tests the other one, which injects out-of-memory errors (`make test-injected`)
 pytest_plugins = ["pytester", "elastic_mbs.testing"]
@@ -50,9 +52,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis reads its option in the same hook
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw a seed for the examples of a run in CI, unless `--hypothesis-seed` gives one."""
+    """Draw a seed for examples and sweeps in CI, unless `--hypothesis-seed` gives one."""
     if os.environ.get("CI") and config.getoption(SEED_OPTION) is None:
-        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+        drawn = str(random.SystemRandom().randrange(2**32))
+        config.option.hypothesis_seed = getattr(config, "workerinput", {}).get(SEED_OPTION, drawn)
+    strikes.seed = config.getoption(SEED_OPTION)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist the common seed."""
+    node.workerinput[SEED_OPTION] = node.config.getoption(SEED_OPTION)
 
 
 @pytest.hookimpl(trylast=True)
@@ -62,6 +72,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     terminal = session.config.pluginmanager.getplugin("terminalreporter")
     if seed is not None and terminal is not None:
         terminal.write_line(f"{SEED_OPTION}={seed}")
+
+
+@pytest.hookimpl(optionalhook=True)  # a machine with a GPU may be without xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than there are cores: tests of several processes often wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_cmdline_main(config: pytest.Config) -> None:

@@ -13,11 +13,14 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext  # Windows has none
 
 OK = "ok"
 ERROR = "error"
@@ -57,6 +60,16 @@ def _rank(
     os._exit(0)  # no waiting for the groups of others
 
 
+def server(*modules: str) -> ForkServerContext:
+    """Return the context whose processes are forked from the server.
+
+    It starts with the first of them, and imports `modules` besides what every rank needs.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*modules, f"{__package__}.preload"])
+    return context
+
+
 def run_ranks(
     fn: Callable[..., Any], *args: Any, world: int = 2, wall: float = 60.0
 ) -> list[Outcome]:
@@ -64,8 +77,7 @@ def run_ranks(
 
     A rank that has not ended within `wall` seconds is a hang, and is killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.preload"])
+    context = server()
     queue = context.Queue()
     store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     ranks = [

@@ -21,14 +21,14 @@ def steps_of(kind: str, seed: int, steps: int, world: int) -> Counts:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_error_at_any_place_hangs_replicas_or_changes_a_gradient(seed: int) -> None:
-    counts = steps_of("ddp", seed, steps=150, world=2)
-    assert counts.early > 40  # sums that began while a backward ran
+    counts = steps_of("ddp", seed, steps=75, world=2)
+    assert counts.early > 20  # sums that began while a backward ran
     assert not counts.wrong
     assert counts.worst < TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "steps"), [("fsdp2", 2, 60), ("hsdp", 4, 25), ("lockstep", 2, 25)]
+    ("kind", "world", "steps"), [("fsdp2", 2, 30), ("hsdp", 4, 14), ("lockstep", 2, 25)]
 )
 def test_no_error_at_any_place_hangs_shards_or_changes_a_gradient(
     kind: str, world: int, steps: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs import DistributedOptions, ElasticMBS
 from elastic_mbs.distributed import control
-from stress.ranks.job import DIED, HUNG, run_ranks
+from stress.ranks.job import DIED, run_ranks
 from stress.ranks.losses import data
 from tests.helpers.ddp import caught, net
 
@@ -21,8 +22,11 @@ TIMEOUT = 4.0
 LOST = "PeerError: the other ranks cannot be reached at the end of a batch (batch 2): "
 
 
-def run_until(rank: int, world: int, ending: str) -> tuple[str, float]:
-    """Make one call; in the second one rank 1 does not come. Return the error, and its seconds."""
+def run_until(rank: int, world: int, ending: str, folder: str = "") -> tuple[str, float]:
+    """Make one call; in the second one rank 1 does not come. Return the error, and its seconds.
+
+    A rank that hangs does so until the others have left their files in the folder.
+    """
     ddp = DDP(net())
     mbs = ElasticMBS(ddp, distributed=DistributedOptions(timeout=TIMEOUT))
 
@@ -34,7 +38,9 @@ def run_until(rank: int, world: int, ending: str) -> tuple[str, float]:
         if ending == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if ending == "hangs":
-            time.sleep(60)
+            while len(list(Path(folder).iterdir())) < world - 1:
+                time.sleep(0.05)
+            return "hung until the others had ended", 0.0
         if ending == "late":
             time.sleep(2.5)
         if ending == "closed":
@@ -47,8 +53,10 @@ def run_until(rank: int, world: int, ending: str) -> tuple[str, float]:
             except RuntimeError:
                 return "raised", 0.0
     began = time.monotonic()
-    found = caught(lambda: call(1))
-    return found, time.monotonic() - began
+    found, seconds = caught(lambda: call(1)), time.monotonic() - began
+    if folder:
+        Path(folder, str(rank)).touch()
+    return found, seconds
 
 
 def test_a_rank_that_was_killed_is_an_error_on_the_others_at_once() -> None:
@@ -60,9 +68,9 @@ def test_a_rank_that_was_killed_is_an_error_on_the_others_at_once() -> None:
         assert seconds < TIMEOUT
 
 
-def test_a_rank_that_hangs_is_named_after_the_time_out() -> None:
-    first, second, third = run_ranks(run_until, "hangs", world=3, wall=25)
-    assert second.status == HUNG
+def test_a_rank_that_hangs_is_named_after_the_time_out(tmp_path: Path) -> None:
+    first, second, third = run_ranks(run_until, "hangs", str(tmp_path), world=3)
+    assert second.value == ("hung until the others had ended", 0.0)
     found = [first.value[0], third.value[0]]
     assert all(each.startswith(LOST) for each in found)
     assert any("no answer within 4 s: rank 1 did not come" in each for each in found)

@@ -1,6 +1,8 @@
 """Errors at each operation or before each line in turn, until a run is clean."""
 
 import itertools
+import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
@@ -83,14 +85,33 @@ class _Strike(Protocol):
 Strike = TypeVar("Strike", bound=_Strike)
 
 
-def until_clean(
-    make: Callable[[int], Strike], first: int = 1, stride: int = 1, least: int = 20
-) -> Iterator[Strike]:
-    """Yield `make(first)`, `make(first + stride)`, … until a run under one has had no error.
+# Of the run, which pytest's first line names: `--hypothesis-seed` repeats it (tests/conftest.py).
+seed: str | None = None
 
-    The last one has to lie above `least`.
+
+def drawn(stride: int) -> int:
+    """Return the first place of a test's sweep: drawn in a run with a seed, else 1.
+
+    Over many runs every place is struck.
     """
-    for at in itertools.count(first, stride):
+    if seed is None:
+        return 1
+    return random.Random(f"{seed} {os.environ['PYTEST_CURRENT_TEST']}").randint(1, stride)
+
+
+def until_clean(
+    make: Callable[[int], Strike], stride: int = 1, least: int = 20, first: int | None = None
+) -> Iterator[Strike]:
+    """Yield `make(n)`, `make(n + stride)`, … until a run under one has had no error.
+
+    Args:
+        make: returns what strikes at a place.
+        stride: every so many places one is struck.
+        least: the last one has to lie above it.
+        first: the first place, where a test asserts what is met at single places; else it is drawn
+            from the first `stride`.
+    """
+    for at in itertools.count(drawn(stride) if first is None else first, stride):
         strike = make(at)
         yield strike
         assert at < 20_000, "it strikes for ever"
@@ -99,6 +120,8 @@ def until_clean(
             return
 
 
-def every_operation(first: int = 1, stride: int = 1, least: int = 20) -> Iterator[InjectOOM]:
-    """Yield an injector for each operation that can allocate."""
-    return until_clean(lambda at: InjectOOM(at=[at]), first, stride, least)
+def every_operation(
+    stride: int = 1, least: int = 20, first: int | None = None
+) -> Iterator[InjectOOM]:
+    """Yield an injector for each operation that can allocate, or for each `stride`-th."""
+    return until_clean(lambda at: InjectOOM(at=[at]), stride, least, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic_mbs import ElasticMBS
-from stress.ranks.job import run_ranks, values
+from stress.ranks.job import run_ranks, server, values
 from stress.ranks.shards import full
 from tests.helpers.ddp import FailingBackward, caught, failing
 from tests.helpers.steps import mlp, pairs
@@ -22,6 +23,18 @@ pytestmark = [pytest.mark.no_oom_injection]
 
 EXACT = 1e-10
 Left = tuple[list[float], list[Tensor], int]  # losses, weights, failures
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trainers_at_hand() -> None:
+    """Start the server of the ranks with the trainers in it: importing them takes seconds."""
+    packages = ("accelerate", "fabric", "lightning", "transformers")
+    runs = ("lightning_runs", "test_trl", "trainer_runs")
+    server(
+        *(f"elastic_mbs.integrations.{name}" for name in packages),
+        *(f"tests.integrations.{name}" for name in runs),
+    )
+    forkserver.ensure_running()
 
 
 def as_torchrun(rank: int, world: int) -> None:

@@ -106,6 +106,7 @@ def test_out_of_memory_at_any_line_around_hooks_loses_none_and_repeats_none(scal
         lambda n: AtLine(
             n, *files, error=MemoryError, spared=lambda frame: frame.f_code.co_name in spared
         ),
+        stride=5,
         least=100,
     ):
         ran = list[str]()

@@ -4,6 +4,7 @@ Import-linter holds the layers (pyproject.toml), ruff the complexity.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,7 @@ def test_a_docstring_opens_with_a_verb_or_a_noun() -> None:
     assert found == []
 
 
+@functools.cache
 def writers_of_the_engine() -> Writers:
     sources = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (

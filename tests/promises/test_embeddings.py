@@ -19,6 +19,7 @@ from elastic_mbs.testing import InjectOOM
 from stress.streams import Streams
 from tests.helpers.contrast import Contrast, samples
 from tests.helpers.steps import FailOn, elastic, grads, mlp, off_by, quiet
+from tests.helpers.strikes import every_operation
 
 pytestmark = pytest.mark.injectable
 
@@ -83,9 +84,8 @@ def test_the_gradient_is_the_whole_batchs_whatever_fails(
 def test_a_failure_at_any_operation_is_recovered_from(
     layers: tuple[nn.Module, ...], warm: bool
 ) -> None:
-    x, at, hit = samples(8), 0, True
-    while hit:
-        at += 1
+    x = samples(8)
+    for inject in every_operation(stride=5, least=60):  # in the second pass, too
         case = Contrast(
             *[type(layer)(4) if isinstance(layer, nn.BatchNorm1d) else layer for layer in layers]
         )
@@ -95,22 +95,24 @@ def test_a_failure_at_any_operation_is_recovered_from(
         case.zero()
         buffers = [buffer.clone() for buffer in case.model.buffers()]
         torch.manual_seed(7)
-        with InjectOOM(at=[at]) as inject:
+        with inject:
             result = mbs.backward_embeddings(case.embed, case.over, x)
-        hit, end = bool(inject.hits), Streams.now()
+        end = Streams.now()
         after = [buffer.clone() for buffer in case.model.buffers()]
         found = grads(case.leaves)
         for buffer, value in zip(case.model.buffers(), buffers, strict=True):
             buffer.data.copy_(value)
         torch.manual_seed(7)
-        assert off_by(case.leaves, case.by_hand(x, result.partition)) <= EXACT, (at, result)
+        assert off_by(case.leaves, case.by_hand(x, result.partition)) <= EXACT, (
+            inject.hits,
+            result,
+        )
         assert Streams.now().same(end), "random streams are where one pass leaves them"
         assert all(
             torch.allclose(a, b, rtol=EXACT)
             for a, b in zip(case.model.buffers(), after, strict=True)
         ), "buffers are updated once"
         assert found[-1] is not None
-    assert at > 60, "the faults have reached the second pass"
 
 
 @pytest.mark.no_oom_injection
@@ -154,10 +156,9 @@ def test_a_loss_that_draws_random_numbers_draws_after_the_embeddings() -> None:
     over = case.over
     # a loss with noise
     case.over = lambda z: over(z + torch.randn_like(z))  # type: ignore[method-assign]
-    at, hit = 0, True
-    while hit:  # memory runs out after the loss has drawn, too
+    for inject in every_operation(stride=5):  # memory runs out after the loss has drawn, too
         torch.manual_seed(3)
-        with InjectOOM(at=[at]) as inject:
+        with inject:
             result = elastic(case.model, micro_batch_size=3).backward_embeddings(
                 case.embed, case.over, x
             )
@@ -166,7 +167,6 @@ def test_a_loss_that_draws_random_numbers_draws_after_the_embeddings() -> None:
         assert off_by(case.leaves, case.by_hand(x, result.partition)) <= EXACT
         assert torch.equal(torch.rand(1), drawn)
         case.zero()
-        at, hit = at + 1, bool(inject.hits) or at == 0
 
 
 @pytest.mark.no_oom_injection

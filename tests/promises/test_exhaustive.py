@@ -29,7 +29,14 @@ from stress.models.steps import STEPS
 GUARDED = ["--dimension", "operations", "--call", "backward"]
 POINTS = 20
 """Operations to strike in each case, roughly; lines are half as many."""
-FEWER = {"tiled": 8, "every_rung": 6, "checkpointed": 12, "some_checkpointed": 12}
+FEWER = {
+    "tiled": 8,
+    "every_rung": 6,
+    "offloaded": 8,
+    "logits_in_chunks": 8,
+    "checkpointed": 8,
+    "some_checkpointed": 8,
+}
 
 
 # a warning of checkpointing in an evaluation

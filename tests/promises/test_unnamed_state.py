@@ -228,7 +228,7 @@ def test_state_is_as_if_the_failed_attempt_had_not_been_made(
     kind: str, call: int, door: int
 ) -> None:
     batch = pairs(8)
-    for inject in every_operation(first=1 + (call + door) % 2, stride=2, least=10):
+    for inject in every_operation(stride=4, least=10):
         step, twin = KINDS[kind](), KINDS[kind]()
         mbs = elastic(step.model, micro_batch_size=4, min_micro_batch_size=2)
         for _ in range(call - 1):
@@ -244,7 +244,7 @@ def test_state_is_as_if_the_failed_attempt_had_not_been_made(
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_global_generator_of_a_layer_is_put_back(call: int) -> None:
     batch = pairs(8)
-    for inject in every_operation(first=1 + call % 2, stride=2, least=10):
+    for inject in every_operation(stride=2, least=10):
         step = noise_inside(None)
         mbs = elastic(step.model, micro_batch_size=4, min_micro_batch_size=2)
         partitions = [run(step, mbs, 1, batch).partition for _ in range(call - 1)]
@@ -391,7 +391,7 @@ def ways_to(owner: Owner) -> dict[str, Callable[[Any], Tensor]]:
 @pytest.mark.parametrize("way", ways_to(Owner(mlp())))
 def test_state_is_found_by_whatever_way_the_step_reaches_it(way: str) -> None:
     batch, found = pairs(8), 0
-    for inject in every_operation(least=8):
+    for inject in every_operation(stride=3, least=8):
         owner = Owner(mlp())
         GLOBAL.mean, GLOBAL.seen = torch.zeros((), dtype=F64), 0
         normal = GLOBAL if way == "global" else owner.parts[0]["normal"]

@@ -145,7 +145,7 @@ def test_a_rollback_takes_no_memory_and_can_be_repeated_after_a_failure(
 def test_an_interrupt_at_any_line_leaves_the_rollback_right(known: bool) -> None:
     for strike in until_clean(
         lambda n: AtLine(n, "rollback/buffers.py", "rollback/places.py", "rollback/attributes.py"),
-        stride=7,
+        stride=23,
         least=50,
     ):
         run, begun = Run(known=known), False
@@ -169,7 +169,7 @@ def test_an_interrupt_at_any_line_leaves_the_rollback_right(known: bool) -> None
 @pytest.mark.parametrize("calls", [1, 2])
 def test_buffers_are_those_of_committed_pieces_wherever_memory_runs_out(calls: int) -> None:
     batch = pairs(8)
-    for inject in every_operation(least=40):
+    for inject in every_operation(stride=5, least=40):
         model = net()
         mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
         loss_fn = cross_entropy(model)

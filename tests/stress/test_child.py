@@ -18,6 +18,7 @@ needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="no signals t
 needs_shim = pytest.mark.skipif(fences.trouble() is not None, reason="no shim here")
 
 
+@pytest.mark.usefixtures("forked")
 def test_messages_arrive_in_order_and_a_job_can_wait_for_an_answer() -> None:
     words = ["one", "two ä", "three\nlines"]
     assert [
@@ -29,6 +30,7 @@ def test_messages_arrive_in_order_and_a_job_can_wait_for_an_answer() -> None:
         assert list(child) == [42]
 
 
+@pytest.mark.usefixtures("forked")
 @needs_signals
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_a_crash_is_named_by_its_signal_and_what_came_before_is_not_lost(name: str) -> None:
@@ -42,6 +44,7 @@ def test_a_crash_is_named_by_its_signal_and_what_came_before_is_not_lost(name: s
     )
 
 
+@pytest.mark.usefixtures("forked")
 @needs_signals
 def test_half_a_message_at_the_end_is_none() -> None:
     child = run_child("budget", jobs.die_in_the_middle_of_a_message, deadline=LONG)
@@ -50,6 +53,7 @@ def test_half_a_message_at_the_end_is_none() -> None:
         next(child)
 
 
+@pytest.mark.usefixtures("forked")
 def test_bad_input_in_the_child_is_bad_input_in_the_parent() -> None:
     with pytest.raises(ChildError, match="exit code 7; its last line: my last words") as error:
         list(run_child("budget", jobs.exit_with, {"code": 7}, deadline=LONG))
@@ -58,6 +62,7 @@ def test_bad_input_in_the_child_is_bad_input_in_the_parent() -> None:
         list(run_child("budget", jobs.refuse, deadline=LONG))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("job", [jobs.wait_here_for_ever, jobs.close_the_line_and_stay])
 def test_a_hang_ends_at_the_deadline_with_the_stacks(
     job: Any, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +80,7 @@ def test_a_hang_ends_at_the_deadline_with_the_stacks(
         assert f"in {job.__name__}" in error.value.last_words
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_that_never_stops_is_hung_and_messages_outlive_a_child() -> None:
     with Child("budget", jobs.count, {"until": 10**9, "pause": 0.0005}, deadline=LONG) as child:
         assert next(iter(child)) == 0
@@ -87,6 +93,7 @@ def test_a_child_that_never_stops_is_hung_and_messages_outlive_a_child() -> None
         assert list(child) == list(range(50))
 
 
+@pytest.mark.usefixtures("forked")
 def test_children_run_at_the_same_time_and_one_that_fails_ends_the_others() -> None:
     seen = list(
         run_children(

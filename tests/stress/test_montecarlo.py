@@ -300,7 +300,7 @@ def test_a_bounded_run_passes_and_meets_every_mode_of_replay(
 def test_an_event_in_the_baseline_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--runs", "25", "--seed", "7", "--baseline") == 0
+    assert run("--runs", "10", "--seed", "7", "--baseline") == 0
     monkeypatch.setattr(
         "stress.montecarlo.command.run_trial", lambda plan: Outcome(phases=Counter(forward=1))
     )

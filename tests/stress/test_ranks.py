@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,14 @@ pytestmark = pytest.mark.no_oom_injection
 
 def run(*arguments: str) -> int:
     return main(["stress", "ranks", *arguments])
+
+
+def sleep(rank: int, world: int) -> None:
+    time.sleep(3600)
+
+
+def test_a_rank_that_does_not_end_is_a_hang_and_is_killed() -> None:
+    assert run_ranks(sleep, world=1, wall=0.5) == [Outcome(HUNG, None)]
 
 
 def test_a_short_run_passes_and_writes_its_figures(

@@ -128,9 +128,13 @@ def test_a_scenario_holds_on_the_budget(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("kill", "budget"), ("two_elastic", "shim"), ("too_big", "rlimit")]
 )
-def test_a_scenario_holds_in_processes_of_its_own(name: str, kind: str) -> None:
+def test_a_scenario_holds_in_processes_of_its_own(
+    name: str, kind: str, request: pytest.FixtureRequest
+) -> None:
     if available(kind) is not None:
         pytest.skip(str(available(kind)))
+    if kind == "budget":
+        request.getfixturevalue("forked")
     runs = perform(Order(name, kind, "wide", 0, 12), lambda step: None)
     assert [run.complaints for run in runs] == [[]] * len(runs)
 
@@ -158,6 +162,7 @@ def test_a_scenario_fails_where_the_engine_is_wrong(
 # ---------------------------------------------------------------------- two at once
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_on_a_gpu_begin_together_and_compare_when_both_have_trained() -> None:
     device = MagicMock()
     seen: list[Step] = []
@@ -179,6 +184,7 @@ def test_two_on_a_gpu_begin_together_and_compare_when_both_have_trained() -> Non
     )
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_of_whom_one_fails_are_one_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stress.scenarios.processes.carry_out", jobs.fail)
     (run,) = perform(Order("two_elastic", "shim", "wide", 0, 8), lambda step: None)

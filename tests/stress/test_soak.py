@@ -117,6 +117,7 @@ def test_a_gradient_is_checked_from_the_buffers_of_its_steps_start(
     assert seen[-1]["worst"] <= 1e-10
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_short_run_is_exact_and_flat_and_writes_what_it_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

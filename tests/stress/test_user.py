@@ -273,6 +273,7 @@ def test_a_loss_that_draws_random_numbers_is_compared_over_the_same_pieces(
     assert found.ooms > 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_generator_of_its_own_has_to_be_named_and_then_is_put_back(
     write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
