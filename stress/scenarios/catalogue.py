@@ -118,7 +118,7 @@ _CATALOGUE = (
         "fragmentation",
         always(Supply(1.2, 1.2)),
         _FRAGMENTING,
-        (checks.bounded, checks.broken_up),
+        (checks.bounded_by_halvings, checks.broken_up),
         largest=0.1,
     ),
     # Not where the host is the device: the guard's copies would take the room that the scenario is

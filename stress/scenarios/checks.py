@@ -134,15 +134,27 @@ def bounded(run: Run) -> Iterator[str]:
         yield f"{found} out-of-memory errors, where the moves of memory explain {allowed}"
 
 
+def bounded_by_halvings(run: Run) -> Iterator[str]:
+    """Check that the halvings to the smallest size that ran explain all failures, but for two.
+
+    By free bytes nothing is predicted where no block of them is large enough.
+    """
+    found = run.count("oom")
+    if not run.steps:
+        return
+    smallest = min(step.longest for step in run.steps)
+    allowed = math.ceil(math.log2(run.steps[0].samples / smallest)) + 2
+    if found > (allowed if run.kind in COUNTED else 2 * allowed + 3):
+        yield f"{found} out-of-memory errors, where the halvings to {smallest} explain {allowed}"
+
+
 def allowed_ooms(run: Run) -> int:
     """Return the number of failures that the controller may need.
 
     Each shape class (elements per sample, in powers of two) learns for itself. Two failures are
-    allowed
-    at the start. Where memory falls below a size that ran, the halvings to a size that fits are
-    allowed, and one more: for a size in between, or for a size that ran once more because the fall
-    was
-    too small to see. Each return of memory allows one, for a growth.
+    allowed at the start. Where memory falls below a size that ran, the halvings to a size that fits
+    are allowed, and one more: for a size in between, or for a size that ran once more because the
+    fall was too small to see. Each return of memory allows one, for a growth.
     """
     classes: dict[int, list[Step]] = {}
     for step in run.steps:

@@ -71,6 +71,11 @@ KILLED, RESUMED = mark("killed", 5), replace(mark("resumed", 4), at=0.5)
             record(marks=[oom(0), oom(4), oom(5)]),
             "3 out-of-memory errors, where the moves of memory explain 2",
         ),
+        (
+            checks.bounded_by_halvings,
+            record([small(0)], marks=[oom(0)] * 4),
+            "4 out-of-memory errors, where the halvings to 16 explain 3",
+        ),
         (checks.grown_back, record([small(0)]), "2 pieces of up to 16 instead of 1"),
         (floor, record(end=End(1000, 1000, 0)), "no error was raised"),
         (
@@ -142,6 +147,8 @@ def test_a_record_that_breaks_a_check_is_one_complaint(
         (checks.cut_up, record([small(0)])),
         (checks.bounded, record(marks=[oom(0), oom(4)])),
         (checks.bounded, record([])),
+        (checks.bounded_by_halvings, record([small(0)], marks=[oom(0)] * 3)),
+        (checks.bounded_by_halvings, record([])),
         (checks.grown_back, record([small(0, capacity=2900)])),
         (checks.grown_back, record([step(0, capacity=None)])),
         (checks.grown_back, record([])),
