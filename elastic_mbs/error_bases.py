@@ -25,3 +25,8 @@ class UnsupportedError(ElasticMBSError, RuntimeError):
 
 class RecoveryError(ElasticMBSError, RuntimeError):
     """Memory ran out and the batch could not be finished."""
+
+
+# Tracebacks and pickles name the module that has all errors.
+for _error in (ElasticMBSError, UsageError, MisuseError, UnsupportedError, RecoveryError):
+    _error.__module__ = "elastic_mbs.errors"

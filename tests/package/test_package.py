@@ -98,6 +98,10 @@ def test_every_error_is_of_one_branch_and_one_builtin(
     assert issubclass(error, (ElasticMBSError, *builtins))
 
 
+def test_tracebacks_name_one_module_for_all_errors() -> None:
+    assert {getattr(errors, name).__module__ for name in errors.__all__} == {errors.__name__}
+
+
 def test_the_tree_of_errors_shows_every_one_under_its_base() -> None:
     shown: dict[str, str] = {}
     branch: list[str] = []
