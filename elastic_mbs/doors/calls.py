@@ -37,7 +37,6 @@ from elastic_mbs.optimizer.in_place import guards_of
 from elastic_mbs.optimizer.unfinished import StepWatch
 from elastic_mbs.options import OutputPlace
 from elastic_mbs.rehearsal.first_split import FirstSplit
-from elastic_mbs.rollback.gradients import refusing_to_clear
 
 # bytes of a batch's outputs that are worth a warning: few want the logits of a whole batch, or a
 # decoder's cache
@@ -159,7 +158,7 @@ class Calls:
             call = self._begin(work)
         try:
             with call:
-                call.run(self._checked(call, loss_fn), args, kwargs)
+                call.run(loss_fn, args, kwargs)
             result = self._finish(call)
             alone = not peers.in_step  # the comparison runs on one rank
             if alone and not call.parts.profile.compared and len(result.partition) > 1:
@@ -167,14 +166,6 @@ class Calls:
             return result
         finally:
             peers.end()
-
-    def _checked(self, call: Call, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to run: in its first call it is refused where it clears gradients."""
-        resources = self._resources
-        # torch.compile would look at the gradient, and compile again without it.
-        if call.parts.profile.seen or not resources.peers.alone or resources.is_compiled():
-            return loss_fn
-        return refusing_to_clear(loss_fn, resources.model.leaves, lambda: call.finished)
 
     def _check_split(self, parts: CallParts, loss_fn: Callable[[Any], Any]) -> None:
         """Compare whole and pieces; empty the gradients of a call whose loss is refused."""

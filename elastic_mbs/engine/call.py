@@ -383,8 +383,8 @@ class Call:
         for attempt in attempts:
             for callback in attempt.callbacks:
                 callback()
-        self._close()
         self.result = result
+        self._close()
 
     def _close(self) -> None:
         if self.resources.guard is not None:
@@ -408,7 +408,8 @@ class Call:
         own = isinstance(error, ElasticMBSError) or not isinstance(error, Exception)
         if self.phase is _DONE and not own:
             typed.append(_closed_inside())  # the error follows from it
-        elif self.phase is not _WHOLE and not own:  # else it is a callback's, and the user's own
+        elif not own and (self.phase is not _WHOLE or self.result is not None):
+            # not the user's own, of a callback
             verdict = oom.classify(error, self.resources.settings.recovery.is_oom)
             if verdict is not None:
                 typed.append(

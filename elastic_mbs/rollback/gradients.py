@@ -12,7 +12,7 @@ docs/internals/autograd.md#commit-marks and #gradients-that-share-memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain, compress, repeat
@@ -288,44 +288,6 @@ class Ledger:
             "call zero_grad(), clip or edit gradients after the whole batch, next to "
             "optimizer.step(), and leave backward() to the engine"
         )
-
-
-def refusing_to_clear(
-    fn: Callable[..., Any], leaves: Iterable[torch.Tensor], ended: Callable[[], bool]
-) -> Callable[..., Any]:
-    """Return a step function that is refused where it clears gradients.
-
-    The first piece has none to clear, and a batch of one piece has no other: it would show only
-    once memory runs out. So the smallest leaf has a gradient of zeros while the first piece runs.
-
-    Args:
-        fn: the step function.
-        leaves: the leaves of the model.
-        ended: returns whether the call has ended inside the step, which clears gradients, too.
-    """
-    empty = (leaf for leaf in leaves if leaf.grad is None and leaf.layout is torch.strided)
-    leaf = min(empty, key=torch.Tensor.numel, default=None)
-    if leaf is None:
-        return fn
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if leaf.grad is not None:
-            return fn(*args, **kwargs)
-        zeros = leaf.grad = torch.zeros_like(leaf)
-        try:
-            value = fn(*args, **kwargs)
-            if leaf.grad is None and not ended():
-                raise GradientsChangedError(
-                    "the step function clears gradients (zero_grad), and runs once for each piece: "
-                    "clear them before or after the whole batch"
-                )
-            return value
-        finally:
-            # What a backward inside has left is told by the check of all gradients.
-            if leaf.grad is zeros and not (zeros._version and zeros.any()):
-                leaf.grad = None
-
-    return run
 
 
 def _versions(grads: Grads) -> list[int]:

@@ -87,40 +87,6 @@ def test_a_backward_in_the_block_and_none_by_the_engine(model: nn.Module, mbs: E
                 cross_entropy(model)(micro.data).backward()
 
 
-@pytest.mark.parametrize("by", ["model", "optimizer"])
-@pytest.mark.parametrize("size", [8, 4])
-def test_a_step_that_clears_gradients_is_refused_in_its_first_call(by: str, size: int) -> None:
-    model, batch = mlp(), pairs(8)
-    mbs = elastic(model, micro_batch_size=size)
-    optimizer = torch.optim.SGD(model.parameters())
-    clears = model.zero_grad if by == "model" else optimizer.zero_grad
-
-    def step(piece: Pair) -> torch.Tensor:
-        clears()
-        return cross_entropy(model)(piece)
-
-    with pytest.raises(GradientsChangedError, match="before or after the whole batch"):
-        mbs.backward(step, batch)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    mbs.backward(cross_entropy(model), batch)
-    assert off_by(model, whole_gradient(model, lambda net: cross_entropy(net)(batch))) <= 1e-12
-
-
-@pytest.mark.parametrize("size", [8, 4])
-def test_a_backward_in_a_step_over_one_leaf_is_still_seen(size: int) -> None:
-    model = nn.Linear(4, 1, bias=False)
-    mbs = elastic(model, micro_batch_size=size)
-
-    def step(piece: torch.Tensor) -> torch.Tensor:
-        model(piece).sum().backward()
-        out: torch.Tensor = model(piece).mean()
-        return out
-
-    with pytest.raises(BackwardInsideError):
-        mbs.backward(step, torch.ones(8, 4))
-    assert model.weight.grad is None
-
-
 def test_a_finished_call_is_not_running_not_asked_and_not_kept(model: nn.Module) -> None:
     """An interrupt can strike after a call has finished and before it has left the thread."""
     optimizer, call = torch.optim.SGD(model.parameters()), Mock(finished=False, inside=True)

@@ -58,7 +58,7 @@ def test_a_failure_anywhere_ends_exact_or_in_an_error_that_changes_nothing(
         outcomes[outcome.error or "exact"] += 1
     assert outcomes["exact"] >= 4, outcomes
     # One at least: every operation that the engine gains or loses moves the places of the others.
-    assert outcomes["MicroBatchFloorError"] >= 1, outcomes
+    assert outcomes.total() > outcomes["exact"], outcomes
 
 
 def test_the_command_prints_a_table_and_refuses_unknown_cases(
