@@ -345,6 +345,7 @@ def test_under_autocast_pieces_are_as_near_to_float32_as_the_whole_batch(size: i
     assert 1e-3 * exact.norm() < (whole - exact).norm() < 1e-2 * exact.norm()  # it does round
 
 
+@pytest.mark.no_oom_injection
 def test_a_trainers_own_backward_is_called_once_per_piece_and_stays_exact() -> None:
     model, batch = mlp(), pairs(8)
     calls: list[float] = []
