@@ -43,8 +43,8 @@ def test_a_budget_of_tokens_runs_no_more_than_the_loop_that_is_sorted_by_hand() 
             pieces = sum(map(loops.steps[name], batches))
             ran[name] = loops.positions, pieces
     (positions, pieces), (by_hand, pieces_by_hand) = ran.values()
-    assert positions <= by_hand
-    assert pieces <= pieces_by_hand
+    each = 8 * 320 // 16  # positions that a piece more may cost, as the product assumes
+    assert positions + each * pieces <= by_hand + each * pieces_by_hand
 
 
 def test_the_figures_are_written(tmp_path: Path) -> None:
