@@ -367,7 +367,8 @@ class Controller:
             track.resize(size, self._clock(), self._patience())
 
     def _move(self, track: Track, call: RunningCall, after: int, reason: str) -> Move:
-        move = Move(track.size, min(after, call.largest), reason)  # WHOLE is no number to show
+        longest = max(call.largest, track.expected()[0])  # WHOLE is no number to show
+        move = Move(track.size, min(after, longest), reason)
         self._resize(track, after)
         return move
 

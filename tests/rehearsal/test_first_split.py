@@ -292,7 +292,11 @@ def test_a_whole_batch_beside_the_piece_is_told_of_and_following_it_is_right() -
     (message,) = warned(events)
     assert "could not be compared on a few samples: RuntimeError: The size of tensor" in message
     assert "Then the gradient just made is wrong: put it into the batch" in message
-    inside = lambda b: (model(b[0]) - b[1]).square().mean()  # noqa: E731
+
+    def inside(b: Pair) -> torch.Tensor:
+        error: torch.Tensor = model(b[0]) - b[1]
+        return error.square().mean()
+
     model.zero_grad()
     mbs.backward(inside, (x, y))
     assert len(warned(events)) == 1
