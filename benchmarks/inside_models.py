@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -174,12 +175,23 @@ class Double(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """A U-Net over pictures of shape (samples, 3, 128, 128)."""
+    """A U-Net over pictures of shape (samples, 3, 128, 128).
 
-    def __init__(self) -> None:
+    Args:
+        transposed: a transposed convolution of half as many channels leads a level up, as in the
+            first U-Net (Ronneberger et al., 2015). Otherwise pictures are enlarged as they are.
+    """
+
+    def __init__(self, *, transposed: bool) -> None:
         super().__init__()
         self.down = nn.ModuleList([Double(3, 16), Double(16, 32), Double(32, 64)])
-        self.up = nn.ModuleList([Double(96, 32), Double(48, 16)])
+        if transposed:
+            larger = [nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)]
+            self.larger = nn.ModuleList(larger)
+            self.up = nn.ModuleList([Double(64, 32), Double(32, 16)])
+        else:
+            self.larger = nn.ModuleList(nn.Upsample(scale_factor=2) for _ in range(2))
+            self.up = nn.ModuleList([Double(96, 32), Double(48, 16)])
         self.head = nn.Conv2d(16, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,8 +200,8 @@ class UNet(nn.Module):
         for layer in self.down:
             x = layer(functional.avg_pool2d(x, 2) if kept else x)
             kept.append(x)
-        for layer, beside in zip(self.up, reversed(kept[:-1]), strict=True):
-            x = layer(torch.cat([functional.interpolate(x, scale_factor=2), beside], 1))
+        for larger, layer, beside in zip(self.larger, self.up, reversed(kept[:-1]), strict=True):
+            x = layer(torch.cat([larger(x), beside], 1))
         found: Tensor = self.head(x)
         return found
 
@@ -239,7 +251,8 @@ BY_HAND: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Any]] = 
     "GPT by hand": (GPT, _words, _next_word),
     "LSTM language model": (Recurrent, _words, _next_word),
     "ViT": (Vision, _picture, _squared),
-    "U-Net": (UNet, _picture, _squared),
+    "U-Net": (partial(UNet, transposed=True), _picture, _squared),
+    "U-Net, enlarging": (partial(UNet, transposed=False), _picture, _squared),
     "diffusion MLP": (
         Diffusion,
         lambda: torch.randn(1, 4096, 3, dtype=torch.float64),
