@@ -18,9 +18,10 @@ from elastic_mbs.engine.attempt import Attempt, Failure, Phase, check_nothing_lo
 from elastic_mbs.engine.outcome.result import StepResult, check_not_overwritten
 from elastic_mbs.engine.parts import Batch, CallParts, parts_of
 from elastic_mbs.engine.passes import Passes
-from elastic_mbs.engine.recovery import recover as recovery
+from elastic_mbs.engine.recovery import unwinding
 from elastic_mbs.engine.recovery.failure import failure_of
 from elastic_mbs.engine.recovery.floor import Floor
+from elastic_mbs.engine.recovery.recover import check_cap, recover
 from elastic_mbs.engine.recovery.replay import Mode
 from elastic_mbs.engine.shared import running
 from elastic_mbs.engine.shared.knowledge import Knowledge
@@ -275,7 +276,7 @@ class Call:
                 return False  # the runtime was closed inside the block; the error is the user's
             if isinstance(error, Exception) and self._failed(attempt, error):
                 return True
-            recovery.note_piece(self.parts, attempt, error)
+            unwinding.note_piece(self.parts, attempt, error)
             self.abort(error)
             return False
         except BaseException as refusal:
@@ -325,12 +326,12 @@ class Call:
         """Roll the failed attempt back, and go on with smaller pieces."""
         failure, parts = self.failure, self.parts
         assert failure is not None
-        mode, smaller = recovery.recover(parts, failure, self._pass)
+        mode, smaller = recover(parts, failure, self._pass)
         if not smaller:
             training = self._pass.training
             floor = self._floors.setdefault(training, Floor(parts))
             floor.reached(failure, training=training)
-        recovery.check_cap(parts, failure)
+        check_cap(parts, failure)
         if mode is Mode.STEP:
             self._pass = self.passes.restarted(self._pass)
         self.failure = None
@@ -430,7 +431,7 @@ class Call:
         for last in (False, True):
             try:
                 self._drop_attempt()
-                recovery.unwind(self.parts, error)
+                unwinding.unwind(self.parts, error)
                 self._close()
                 break
             except Exception as problem:
@@ -443,7 +444,7 @@ class Call:
             except BaseException as problem:
                 error = interrupt = problem
         self.parts.report.failed(error, self.parts.progress)
-        recovery.tell(self.parts, error)
+        unwinding.tell(self.parts, error)
         if interrupt is not None:
             raise interrupt
 

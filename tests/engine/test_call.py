@@ -43,6 +43,7 @@ ENGINE = (
     "engine/hooks.py",
     "engine/recovery/failure.py",
     "engine/recovery/recover.py",
+    "engine/recovery/unwinding.py",
 )
 
 

@@ -1,1 +1,1 @@
-"""Recovery from a failed attempt: its facts, the replay, the rollback, the floor."""
+"""Recovery from a failed attempt: its facts, the replay, the rollback, the floor, the unwinding."""
