@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 import elastic_mbs
+from elastic_mbs.options import GROUPS
 from tests.helpers.room import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -52,7 +53,7 @@ def frozen(what: str) -> str:
 
 def test_frozen_methods_have_their_parameters() -> None:
     methods = re.findall(r"`(\w+)\(([^)`]*)\)`", frozen("`ElasticMBS`"))
-    assert len(methods) == 9
+    assert len(methods) == 10
     for name, parameters in methods:
         there = inspect.signature(getattr(elastic_mbs.ElasticMBS, name)).parameters
         assert set(re.findall(r"\w+", parameters)) <= {*there}, name
@@ -63,5 +64,6 @@ def test_frozen_names_are_there() -> None:
     assert attributes == ["size_models", "stats", "headroom"]
     assert [name for name in attributes if not hasattr(elastic_mbs.ElasticMBS, name)] == []
     names = re.findall(r"`(\w+)`", frozen("`elastic_step`") + frozen("the options"))
-    assert len(names) == 9
+    assert len(names) == 10
     assert [name for name in names if not hasattr(elastic_mbs, name)] == []
+    assert [kind.__name__ for kind in GROUPS.values() if kind.__name__ not in names] == []
