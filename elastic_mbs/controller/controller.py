@@ -368,7 +368,7 @@ class Controller:
 
     def _move(self, track: Track, call: RunningCall, after: int, reason: str) -> Move:
         longest = max(call.largest, track.expected()[0])  # WHOLE is no number to show
-        move = Move(track.size, min(after, longest), reason)
+        move = Move(min(track.size, longest), min(after, longest), reason)
         self._resize(track, after)
         return move
 

@@ -90,8 +90,10 @@ class Policy:
             _check_whole(name, getattr(self, name))
         for name in ("jitter", "margin", "min_gain", "cooldown", "changed"):
             value = getattr(self, name)
-            if not value >= 0:  # NaN is refused, too
-                raise UsageError(f"{name}={value} must not be negative")
+            if not (isinstance(value, int | float) and value >= 0):  # NaN is refused, too
+                raise UsageError(f"{name}={value!r} must be a number of at least 0")
+        if not isinstance(self.seed, int | None):
+            raise UsageError(f"seed={self.seed!r} must be None or a whole number")
         if not self.margin < 1:
             raise UsageError(
                 f"margin={self.margin} leaves no memory: it is a fraction of the capacity, below 1"

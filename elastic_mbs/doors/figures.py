@@ -12,7 +12,8 @@ from elastic_mbs.doors.disabled import DisabledCalls
 from elastic_mbs.engine.outcome.result import Stats, StepResult
 from elastic_mbs.engine.shared.knowledge import Knowledge
 from elastic_mbs.engine.shared.resources import Resources
-from elastic_mbs.errors import UsageError
+from elastic_mbs.engine.shared.running import running_call
+from elastic_mbs.errors import MisuseError, UsageError
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory import Headroom, Reading
 from elastic_mbs.rehearsal.rehearsal import Rehearsal
@@ -97,8 +98,15 @@ class RuntimeFigures:
         """Go on with what another run has learned.
 
         Raises:
+            MisuseError: a batch runs, or was left early.
             UsageError: the state is malformed or of another version; nothing has changed.
         """
+        self._calls.check_complete()
+        if running_call() is not None:
+            raise MisuseError(
+                "load_state_dict() ran while a batch runs, whose sizes it would replace: load "
+                "between two batches"
+            )
         if not (
             isinstance(state, Mapping)
             and state.get("version") == 1

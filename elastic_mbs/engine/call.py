@@ -106,7 +106,7 @@ class Call:
     def _move(self, phase: Phase) -> None:
         """Go on to a phase, unless the step or a sink has closed the runtime."""
         if self.phase is _DONE:
-            raise _closed_inside()
+            raise unwinding.closed_inside()
         self.phase = phase
 
     # ------------------------------------------------------------------ the loop, step by step
@@ -152,7 +152,7 @@ class Call:
     def __next__(self) -> Attempt:
         """Return the next attempt, after recovering from the one before where that has failed."""
         if self.phase is _DONE:
-            raise StopIteration
+            raise StopIteration if self.result is not None else unwinding.ended_early()
         try:
             attempt = self._next_attempt()
         except BaseException as error:
@@ -220,7 +220,7 @@ class Call:
         """Weigh the loss of an attempt and run backward."""
         if attempt is not self.attempt or self.phase is not _FORWARD or not self._pass.training:
             if self.phase is _DONE:
-                raise _closed_inside()
+                raise unwinding.closed_inside()
             raise LossError(
                 "micro.backward(loss) is called once, inside its own `with micro:` block"
             )
@@ -265,15 +265,16 @@ class Call:
             self.parts.hooks.end(error)  # first of all: the rest needs memory itself
             if error is None:
                 if self.phase is _DONE:
-                    raise _closed_inside()
+                    raise unwinding.closed_inside()
                 self._commit(attempt)
                 if not self.parts.progress.schedule:
                     # Here and not in the next turn of the loop, which a `break` would leave out.
                     self._end_pass()
                 return False
             self.parts.snapshot.restore_modes()
-            if self.phase is _DONE:
-                return False  # the runtime was closed inside the block; the error is the user's
+            if self.phase is _DONE:  # closed inside the block; the error is the user's
+                unwinding.unwind_rest(self.parts, error)
+                return False
             if isinstance(error, Exception) and self._failed(attempt, error):
                 return True
             unwinding.note_piece(self.parts, attempt, error)
@@ -408,7 +409,7 @@ class Call:
         typed = list[ElasticMBSError]()
         own = isinstance(error, ElasticMBSError) or not isinstance(error, Exception)
         if self.phase is _DONE and not own:
-            typed.append(_closed_inside())  # the error follows from it
+            typed.append(unwinding.closed_inside())  # the error follows from it
         elif not own and (self.phase is not _WHOLE or self.result is not None):
             # not the user's own, of a callback
             verdict = oom.classify(error, self.resources.settings.recovery.is_oom)
@@ -419,14 +420,17 @@ class Call:
                         f"out-of-memory error: {verdict.message}"
                     )
                 )
-        self.abort(typed[0] if typed else error)
+        error = typed[0] if typed else error
+        if self.phase is _DONE and self.result is None:
+            unwinding.unwind_rest(self.parts, error)
+        self.abort(error)
         return typed
 
     def abort(self, error: BaseException) -> None:
         """End the call by `error`: state goes back to its start, and the rest is noted on it."""
         if self.phase is _DONE:
             return
-        interrupt = None
+        self.result = interrupt = None
         # Once more where an interrupt or a lack of memory has struck in the middle.
         for last in (False, True):
             try:
@@ -489,10 +493,3 @@ class Call:
             f"{what}: samples {self.parts.progress.missing(begun)} of "
             f"{self.parts.batch.view.length} were not run. Its gradients have been emptied"
         )
-
-
-def _closed_inside() -> IncompleteBatchError:
-    return IncompleteBatchError(
-        "the runtime was closed inside its own call (in the step, or in a function of on_event), "
-        "so this batch is incomplete: close it after the call"
-    )

@@ -25,7 +25,7 @@ import torch
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.shared.knowledge import LossProfile
 from elastic_mbs.engine.shared.resources import Resources
-from elastic_mbs.errors import OptimizerInBackwardError, ReplayUnsafeError
+from elastic_mbs.errors import MisuseError, OptimizerInBackwardError, ReplayUnsafeError
 from elastic_mbs.noise_scale import NoiseScale, Smoothed, estimate, squared_norm
 from elastic_mbs.rollback.gradients import Observation, separate
 from elastic_mbs.rollback.graph import (
@@ -129,7 +129,11 @@ class CallGradients:
         if first and all(leaf.grad is None for leaf in ledger.changed()):
             ledger.note()
             self.full &= ledger.with_gradient()
-        ledger.check_unchanged()
+        try:
+            ledger.check_unchanged()
+        except MisuseError:
+            self._modified = True  # by the step, which `unwind` tells of as of the call's own
+            raise
 
     # ------------------------------------------------------------------ before backward
 

@@ -102,6 +102,11 @@ def test_a_move_names_no_more_samples_than_the_batch_has() -> None:
     assert driver.failing(64) == ([32], Move(32, 64, "grow"))
 
 
+def test_a_move_from_the_whole_batch_names_its_samples() -> None:
+    driver = Driver(thrash_calls=1)
+    assert driver.clean(retries=1) == Move(64, 32, "thrash")
+
+
 @pytest.mark.parametrize(
     ("base", "capacity", "sizes"),
     [

@@ -1,5 +1,6 @@
 """A call lets go of its batch and gradients however it ends, and tells what it could not undo."""
 
+import contextlib
 import gc
 import time
 import weakref
@@ -17,9 +18,10 @@ from elastic_mbs import (
     Headroom,
     IncompleteBatchError,
     MicroBatchFloorError,
+    MisuseError,
     UsageError,
 )
-from elastic_mbs.errors import BackwardInsideError
+from elastic_mbs.errors import BackwardInsideError, GradientsChangedError
 from tests.helpers.steps import (
     FailOn,
     cross_entropy,
@@ -243,6 +245,95 @@ def test_a_step_that_closes_the_runtime_and_returns_is_told_so() -> None:
 
     with pytest.raises(IncompleteBatchError, match="closed inside its own call"):
         mbs.backward(step, pairs(8))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_step_does_after_it_has_closed_the_runtime_is_put_back_and_told(
+    when: str, door: int
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+    mbs = elastic(model, micro_batch_size=4)
+    through(door, mbs, cross_entropy(model), pairs(8))  # from now on it is known what moves
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    streams, pieces = torch.get_rng_state(), list[Any]()
+
+    def step(piece: Any) -> Tensor:
+        pieces.append(piece)
+        if len(pieces) == 2 and when == "before":
+            mbs.close()
+        loss = cross_entropy(model)(piece)
+        if len(pieces) == 2 and when == "after":
+            mbs.close()
+        return loss
+
+    with pytest.raises(IncompleteBatchError, match="closed inside its own call") as caught:
+        through(door, mbs, step, pairs(8))
+    # the gradients of the first call were there when the second began
+    assert any("zero_grad()" in note for note in caught.value.__notes__)
+    assert torch.equal(streams, torch.get_rng_state())
+    assert all(map(torch.equal, buffers, model.buffers()))
+
+
+@pytest.mark.parametrize("ends", ["error", "close"])
+def test_a_loop_that_goes_on_after_its_batch_has_ended_is_told_so(ends: str) -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+    with pytest.raises(IncompleteBatchError, match="leave the loop"):
+        for micro in mbs.micro_batches(pairs(8)):
+            with contextlib.suppress(ValueError), micro:
+                micro.backward(cross_entropy(model)(micro.data))
+                if ends == "error":
+                    raise ValueError("mine")
+            if ends == "close":
+                mbs.close()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loop_that_is_interrupted_as_it_closes_counts_no_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, events = mlp(), list[Event]()
+    mbs = elastic(model, micro_batch_size=4, on_event=events.append)
+    monkeypatch.setattr(
+        "elastic_mbs.engine.progress.Progress.drop_committed",
+        FailOn(1, error=KeyboardInterrupt),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        for micro in mbs.micro_batches(pairs(8)):
+            with micro:
+                micro.backward(cross_entropy(model)(micro.data))
+    gc.collect()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert (mbs.stats.calls, mbs.last_result) == (0, None)
+    assert not any(isinstance(event, CallDone) for event in events)
+
+
+def test_a_gradient_that_a_step_has_added_to_is_told_where_one_was_there(door: int) -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+    through(door, mbs, cross_entropy(model), pairs(8))
+
+    def step(piece: Any) -> Tensor:
+        cross_entropy(model)(piece).backward()
+        return cross_entropy(model)(piece)
+
+    with pytest.raises(GradientsChangedError) as caught:
+        through(door, mbs, step, pairs(8))
+    assert any("zero_grad()" in note for note in caught.value.__notes__)
+
+
+def test_a_state_is_not_loaded_into_a_batch_that_runs() -> None:
+    model = mlp()
+    mbs = elastic(model, micro_batch_size=4)
+
+    def step(piece: Any) -> Tensor:
+        mbs.load_state_dict(mbs.state_dict())
+        return cross_entropy(model)(piece)
+
+    with pytest.raises(MisuseError, match="between two batches"):
+        mbs.backward(step, pairs(8))
+    mbs.load_state_dict(mbs.state_dict())
+    mbs.backward(cross_entropy(model), pairs(8))
 
 
 @pytest.mark.parametrize("place", ["step", "end", "callback"])

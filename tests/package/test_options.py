@@ -91,6 +91,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"align": 8, "max_micro_batch_size": 4}, "align=8", "leaves no size"),
     *(
+        ({name: value}, f"{name}={value!r}", "a number of at least 0")
+        for name in ("jitter", "margin", "min_gain", "cooldown", "changed")
+        for value in ("5%", None, -0.1, float("nan"))
+    ),
+    *(({"seed": value}, f"seed={value!r}", "None or a whole number") for value in ("a", 0.5, [1])),
+    *(
         ({"monitor_interval": value}, f"monitor_interval={value!r}", "at least 0")
         for value in (-1.0, "1", float("inf"))
     ),

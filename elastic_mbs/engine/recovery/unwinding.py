@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from elastic_mbs.engine.attempt import Attempt
 from elastic_mbs.engine.parts import CallParts
-from elastic_mbs.errors import ElasticMBSError, RecoveryError
+from elastic_mbs.errors import ElasticMBSError, IncompleteBatchError, RecoveryError
 
 _NAMED = 8  # samples in a note
 
@@ -35,6 +35,28 @@ def unwind(parts: CallParts, error: BaseException) -> None:
     lost = parts.snapshot.unwind()  # last: where the device is lost, this fails
     if lost is not None:
         _add_note(error, f"elastic_mbs: {lost}")
+
+
+def unwind_rest(parts: CallParts, error: BaseException) -> None:
+    """Put back what a step has changed after it closed the runtime, which has ended its call."""
+    with suppress(Exception):  # a lost device: the error that is on its way says more
+        unwind(parts, error)
+
+
+def closed_inside() -> IncompleteBatchError:
+    """Return the error of a call whose own step, or sink, has closed the runtime."""
+    return IncompleteBatchError(
+        "the runtime was closed inside its own call (in the step, or in a function of on_event), "
+        "so this batch is incomplete: close it after the call"
+    )
+
+
+def ended_early() -> IncompleteBatchError:
+    """Return the error of a loop that goes on after its call has ended without a result."""
+    return IncompleteBatchError(
+        "this batch has ended before all of its samples had run, by an error that the loop has "
+        "caught or because the runtime was closed: leave the loop, and call zero_grad()"
+    )
 
 
 def note_piece(parts: CallParts, attempt: Attempt, error: BaseException) -> None:
