@@ -173,6 +173,15 @@ def _check_strategy(names: LightningNames, trainer: Any, module: Any) -> None:
             "ModelParallelStrategy with fully_shard in configure_model (FSDP in its second "
             "version), or one device: Trainer(devices=1, strategy='auto')"
         )
+    own = any(
+        getattr(type(strategy), name) is not getattr(names.single_device_strategy, name)
+        for name in ("pre_backward", "backward", "post_backward")
+    )
+    if alone and own and module.automatic_optimization:
+        raise UnsupportedError(
+            f"{type(strategy).__name__} has a backward of its own, which no piece runs: override "
+            "LightningModule.backward, which every piece runs"
+        )
     if spread and not module.automatic_optimization:
         raise UnsupportedError(
             f"manual optimization under {type(strategy).__name__}: manual_backward would sum the "

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from elastic_mbs import GradientOptions, UnsupportedError, UsageError
@@ -47,11 +47,22 @@ class OwnStrategy(DDPStrategy):
     """A strategy that may sum gradients in another way."""
 
 
+class HalfGradients(SingleDeviceStrategy):
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        half: Tensor = super().backward(closure_loss / 2, *args, **kwargs)
+        return half
+
+
 REFUSED: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "a strategy of many": (
         Net,
         {"strategy": OwnStrategy(), "devices": 1},
         r"OwnStrategy over 1 processes.*Trainer\(strategy='ddp'\).*or one device",
+    ),
+    "a backward of the strategy": (
+        Net,
+        {"strategy": HalfGradients("cpu")},
+        "HalfGradients has a backward of its own.*override LightningModule.backward",
     ),
     "a precision of its own": (Net, {"plugins": OwnWay()}, "OwnWay has a backward of its own"),
     "BatchSizeFinder": (
