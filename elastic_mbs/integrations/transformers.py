@@ -27,6 +27,7 @@ from elastic_mbs.events import logger
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.rows import Rows, ctc_reduction, labels_in
 from elastic_mbs.integrations.trainer.checks import check_class, check_losses, check_trainer
+from elastic_mbs.integrations.trainer.completions import loss_of_completions
 from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
 from elastic_mbs.integrations.trainer.packed import Packed, makes_one_row
 from elastic_mbs.integrations.trainer.predictions import joined, mean_loss
@@ -121,7 +122,8 @@ class ElasticTrainerMixin(_Base):
     @property
     def _elastic_weighed(self) -> bool:
         """True if pieces are weighed here, as the trainer and DDP weigh parts of their losses."""
-        return self._elastic_replicated or self._elastic_router.active
+        generated = self._elastic_rows.generated
+        return generated or self._elastic_replicated or self._elastic_router.active
 
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
@@ -185,11 +187,10 @@ class ElasticTrainerMixin(_Base):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's loss; of completions that it has generated, piece by piece."""
-        plain, rows = super().compute_loss, self._elastic_rows
+        plain, rows = functools.partial(super().compute_loss, model), self._elastic_rows
         if not isinstance(rows, Completions) or not self.elastic.enabled:
-            return plain(model, inputs, *args, **kwargs)
-        run = rollouts.train if torch.is_grad_enabled() else rollouts.evaluate
-        return run(self, self.elastic, rows, functools.partial(plain, model), inputs)
+            return plain(inputs, *args, **kwargs)
+        return loss_of_completions(self, rows, self._elastic_router, plain, inputs)
 
     def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any, samples: Any) -> None:
         """Run the trainer's step on one piece.

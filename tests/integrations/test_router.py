@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from math import nan
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from elastic_mbs.integrations.transformers import elastic_trainer
 from elastic_mbs.testing.faults import RandomFaults
 from tests.helpers.steps import grads, off_by
 from tests.helpers.strikes import every_operation
-from tests.integrations import preference_runs, test_trl
+from tests.integrations import preference_runs, test_trl, test_trl_rollouts
 from tests.integrations.preference_runs import double_head
 from tests.integrations.trainer_runs import MARKS, TINY, apart, made, rows, trained, trainer
 
@@ -242,6 +243,36 @@ def test_sft_trains_and_notes_it_as_the_stock_trainer(monkeypatch: pytest.Monkey
     assert apart(ours, stock) <= EXACT
     noted = [dict(preference_runs.noted(found)) for found in (ours, stock)]
     assert noted[0]["aux_loss"] == pytest.approx(noted[1]["aux_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        *((trl.GRPOTrainer, {"loss_type": loss}) for loss in ("dapo", "grpo", "bnpo")),
+        (trl.GRPOTrainer, {"loss_type": "bnpo", "mask_truncated_completions": True}),
+        (trl.GRPOTrainer, {"num_iterations": 2}),
+        (trl.RLOOTrainer, {}),
+    ],
+)
+def test_completions_are_trained_as_by_the_stock_trainer(
+    kind: Any, args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_trl_rollouts, "llama", lambda: qwen(output_router_logits=False))
+    args = STEPS | {"max_steps": 2, "learning_rate": 1.0} | args
+    stock = test_trl_rollouts.run(kind, **args)
+    faults = RandomFaults(0, str(args), always=True)
+    ours = test_trl_rollouts.run(elastic_trainer(kind), faults, **args)
+    assert ours.elastic.stats.ooms > 1
+    assert apart(ours, stock) <= EXACT
+    noted = [
+        [each for each in preference_runs.noted(found) if each[0] != "step_time"]
+        for found in (ours, stock)
+    ]
+    names = [[name for name, _ in each] for each in noted]
+    assert {"aux_loss", "eval_aux_loss"} <= {*names[0]}
+    assert names[0] == names[1]
+    values = [[nan if value is None else value for _, value in each] for each in noted]
+    assert values[0] == pytest.approx(values[1], rel=1e-6, abs=1e-9, nan_ok=True)
 
 
 def squared(

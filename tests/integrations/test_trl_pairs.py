@@ -46,6 +46,7 @@ def always(name: str) -> RandomFaults:
         (KTO, {"loss_type": "apo_zero_unpaired"}),
         (DPO, {"adapter": True, "beta": 0.5}),
         (KTO, {"adapter": True, "precompute_ref_log_probs": True, "beta": 0.5}),
+        (KTO, {"adapter": True, "beta": 0.5}),
     ],
 )
 def test_weights_and_every_metric_are_those_of_the_stock_trainer(kind: Any, args: Any) -> None:
@@ -222,18 +223,32 @@ def test_texts_are_compared_with_the_estimate_of_their_whole_batch() -> None:
         assert "_compute_kl_logps" not in vars(ours)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"adapter": True}, UnsupportedError, "say precompute_ref_log_probs=True"),
-        ({"elastic": {"pieces": "by_length"}}, UsageError, "pieces= does not go with a KTOTrainer"),
-    ],
-)
-def test_what_a_text_alone_cannot_have_is_refused(
-    options: Any, error: type[Exception], says: str
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_reference_may_be_the_model_without_its_adapter_or_with_it_as_it_began(
+    kept: bool,
 ) -> None:
-    with pytest.raises(error, match=says):
-        build(elastic_trainer(KTO), **options)
+    stock, ours = (
+        build(kind, adapter=True, beta=0.5, gradient_checkpointing=True)
+        for kind in (KTO, elastic_trainer(KTO))
+    )
+    for found in (stock, ours):
+        if not kept:
+            found.model.delete_adapter("ref")
+        with torch.no_grad():  # no longer the reference: else there is no divergence
+            for name, parameter in found.model.named_parameters():
+                parameter.mul_(1.5 if "lora_A.default" in name else 1.0)
+    batch = batch_of(stock)
+    wanted = gradient(stock, batch)
+    assert private.metrics_of(stock)["train"]["kl"][-1] > 1e-6
+    for strike in every_operation(stride=801):
+        with strike:
+            gradient(ours, batch)
+        assert off_by(ours.model, wanted) <= EXACT, strike.hits
+
+
+def test_sizes_by_length_are_refused_for_texts_with_a_mismatched_completion() -> None:
+    with pytest.raises(UsageError, match="pieces= does not go with a KTOTrainer"):
+        build(elastic_trainer(KTO), elastic={"pieces": "by_length"})
 
 
 def test_a_loss_of_kto_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

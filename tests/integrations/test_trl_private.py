@@ -66,6 +66,7 @@ def test_the_loss_of_kto_asks_for_the_log_probabilities_that_are_replaced() -> N
     model, *reference = re.findall(r"(\w+) = self\._compute_kl_logps\(([\w.]+), batch\)", source)
     assert model == ("KL_logps", "model"), SEE  # first of all
     assert {name for name, _ in reference} == {"ref_KL_logps"}, SEE
+    assert 'adapter_name="ref" if "ref" in ref_model_unwrapped.peft_config else None' in source, SEE
     assert "kl = (KL_logps - ref_KL_logps).mean().detach()" in source, SEE
     assert "gather_for_metrics(kl).mean().clamp(min=0)" in source, SEE
     assert "loss = losses.nanmean()" in source, SEE

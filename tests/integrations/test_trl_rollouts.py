@@ -178,6 +178,19 @@ def test_a_batch_that_does_not_fit_leaves_what_the_trainer_keeps() -> None:
     assert ours._buffered_inputs is not kept
 
 
+@pytest.mark.parametrize("loss", ["bnpo", "dapo"])
+def test_a_batch_without_a_token_that_counts_adds_nothing(loss: str) -> None:
+    _, ours, batch = with_batch(loss_type=loss)
+    batch |= {"completion_mask": torch.zeros_like(batch["completion_mask"])}
+    with RandomFaults(0, loss, always=True):
+        found = ours.compute_loss(ours.model, batch)
+        with torch.no_grad():
+            evaluated = ours.compute_loss(ours.model, batch)
+    assert ours.elastic.stats.ooms > 1
+    assert float(found) == float(evaluated) == 0
+    assert not any(each.any() for each in grads(ours.model) if each is not None)
+
+
 @pytest.mark.parametrize(
     ("args", "elastic", "error", "says"),
     [
@@ -199,9 +212,6 @@ def test_a_loss_and_a_field_that_are_not_known_are_named() -> None:
     _, ours, batch = with_batch()
     with pytest.raises(UnsupportedError, match="'num_images' in a batch of 8 completions"):
         ours.compute_loss(ours.model, batch | {"num_images": [1] * 8})
-    ours.aux_loss_enabled = True
-    with pytest.raises(UnsupportedError, match="router_aux_loss_coef adds the loss of a router"):
-        ours.train()
-    ours.aux_loss_enabled, ours.loss_type = False, "brand_new"
+    ours.loss_type = "brand_new"
     with pytest.raises(UnsupportedError, match="'brand_new' is not known"):
         ours.train()

@@ -188,7 +188,9 @@ class Router:
                     self._value = value.detach()
                     return value * factor
                 if not torch.is_grad_enabled():  # an evaluation takes the mean over its pieces
-                    return self._value
+                    value = self._value
+                    assert value is not None  # it is known with the sums
+                    return value * factor
                 return Sums.of(*_bound(plain, args, kwargs)).loss(known) * factor
 
             return compute

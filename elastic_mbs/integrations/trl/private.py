@@ -192,8 +192,6 @@ def aggregation_of(trainer: Any) -> str:
 def comparing(trainer: Any) -> list[str]:
     """Return the options of a trainer that generates whose terms compare the completions."""
     found = []
-    if has_router_loss(trainer):
-        found.append("router_aux_loss_coef adds the loss of a router")
     if getattr(trainer, "top_entropy_quantile", 1.0) < 1:
         found.append("top_entropy_quantile below 1 compares the tokens of a batch")
     if getattr(trainer, "_entropy_bonus_enabled", False):
@@ -226,11 +224,6 @@ def estimates_kl(trainer: Any) -> bool:
     return bool(trainer.calculate_KL)
 
 
-def has_reference(trainer: Any) -> bool:
-    """Return whether a KTOTrainer has a reference model, or its log-probabilities in the data."""
-    return trainer.ref_model is not None or bool(trainer.precompute_ref_logps)
-
-
 def kl_log_probabilities(trainer: Any, model: Any, batch: Any) -> Any:
     """Return the log-probabilities that a model gives mismatched completions."""
     return getattr(trainer, _KL)(model, batch)
@@ -240,7 +233,14 @@ def reference_log_probabilities(trainer: Any, batch: Any) -> Any:
     """Return the log-probabilities that the reference gives mismatched completions."""
     if trainer.precompute_ref_logps:
         return batch["ref_KL_logps"]
-    return kl_log_probabilities(trainer, trainer.ref_model, batch)
+    if trainer.ref_model is not None:
+        return kl_log_probabilities(trainer, trainer.ref_model, batch)
+    from trl.trainer.utils import use_adapter  # only a trainer of trl comes here
+
+    # the model with the adapter as it began, where trl keeps that one, or without any
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with use_adapter(model, "ref" if "ref" in model.peft_config else None):
+        return kl_log_probabilities(trainer, trainer.model, batch)
 
 
 @contextmanager

@@ -19,11 +19,7 @@ from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.errors import UnsupportedError
 from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trl import private
-from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
-from elastic_mbs.memory import oom
 from elastic_mbs.runtime import ElasticMBS
-
-Loss = Callable[[Any], Tensor]
 
 
 class Completions(Rows):
@@ -66,11 +62,14 @@ class Completions(Rows):
             private.TOKENS: float(_tokens(piece).sum()),
         }
 
-    def loss(self, loss: Tensor, piece: Any, total: Any) -> Tensor:
-        """Return the loss of a piece as the mean over what it is counted in."""
-        if private.aggregation_of(self._trainer) == private.SUM:
-            return loss * (float(total) / len(piece["completion_ids"]))
-        return loss
+    def share(self, piece: Any, total: float) -> float:
+        """Return the weight of a piece's loss in that of the batch, which has `total` loss terms.
+
+        It is never 0: the loss of a piece without a token is 0, but for that of a router.
+        """
+        if private.aggregation_of(self._trainer) == private.SUM or not total:
+            return 1.0
+        return self.total(piece) / total or 1.0
 
 
 @contextmanager
@@ -118,56 +117,6 @@ def _nothing(loss: Tensor, **kwargs: Any) -> None:
             f"accelerator.backward(loss, {', '.join(kwargs)}=…) is not supported: the engine runs "
             "backward"
         )
-
-
-def train(trainer: Any, mbs: ElasticMBS, rows: Completions, loss_of: Loss, inputs: Any) -> Tensor:
-    """Run forward and backward of every piece of a batch of completions.
-
-    Returns:
-        The loss of the batch, as `compute_loss` returns it.
-    """
-    steps = 1 if private.divides_by_steps(trainer) else trainer.current_gradient_accumulation_steps
-    metrics, notes = BatchMetrics(trainer), list[Note]()
-    samples = rows.samples(inputs)
-    try:
-        for micro in mbs.micro_batches(samples, name="compute_loss", own_graph=False):
-            with micro:
-                metrics.restore()
-                # No variable holds the loss: it would outlive a failed attempt.
-                micro.backward(rows.loss(loss_of(micro.data), micro.data, micro.total) / steps)
-                note = metrics.note(rows.weights(micro.data))
-                micro.on_commit(functools.partial(notes.append, note))
-    except BaseException:
-        metrics.restore()
-        raise
-    metrics.join(notes)
-    result = mbs.last_result
-    assert result is not None
-    loss = result.loss
-    return oom.retry("scale the loss", lambda: loss * steps, (loss.device,))
-
-
-def evaluate(
-    trainer: Any, mbs: ElasticMBS, rows: Completions, loss_of: Loss, inputs: Any
-) -> Tensor:
-    """Return the loss of a batch of completions, run in pieces without gradients."""
-    metrics = BatchMetrics(trainer)
-    samples = rows.samples(inputs)
-    devices = (trainer.args.device,)
-    total = oom.retry("count the loss terms", lambda: rows.total(samples), devices)
-
-    def of_piece(piece: Any) -> Any:
-        metrics.restore()
-        share = rows.total(piece) / total
-        return rows.loss(loss_of(piece), piece, total) * share, metrics.note(rows.weights(piece))
-
-    try:
-        losses, notes = mbs.evaluate(of_piece, samples, outputs="device")
-    except BaseException:
-        metrics.restore()
-        raise
-    metrics.join(notes)
-    return oom.retry("add up the losses", lambda: torch.stack([*losses]).sum(), devices)
 
 
 def check_completions(trainer: Any) -> None:

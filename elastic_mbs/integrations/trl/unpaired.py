@@ -101,19 +101,14 @@ def _estimator(estimate: Tensor | None) -> Callable[[Any, Any], Tensor]:
 
 
 def check_unpaired(trainer: Any) -> None:
-    """Refuse losses that are not known, and a reference that cannot be reached by itself.
+    """Refuse losses that are not known.
 
     Raises:
-        UnsupportedError: for both.
+        UnsupportedError: it is one of these.
     """
     loss = private.unpaired_loss(trainer)
     if loss not in private.UNPAIRED:
         raise UnsupportedError(
             f"loss_type={loss!r} is not known, so it cannot be told what it is a mean over: use "
             "KTOTrainer as it is, with a smaller per_device_train_batch_size"
-        )
-    if private.estimates_kl(trainer) and not private.has_reference(trainer):
-        raise UnsupportedError(
-            "the reference of this KTOTrainer is its model without the adapter, which is not "
-            "supported inside a step: say precompute_ref_log_probs=True, or give ref_model"
         )
