@@ -81,15 +81,16 @@ class CheckpointedBlocks:
             self._patched.append(
                 (block, {name: own for name, own in vars(block).items() if name == "forward"})
             )
+            named = partial(in_module, block, block.forward)
             run = (
                 block.forward
                 if self._asked
-                else partial(checkpoint, block.forward, **self._how(block.modules()))
+                else partial(checkpoint, named, **self._how(block.modules()))
             )
             block.forward = partial(self._run, block, run)
         return self
 
-    def _run(self, block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, block: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if block not in self._offering:
             self._inputs.note(block, args, kwargs)
         return _run_unchanged(block, run, *args, **kwargs)
@@ -313,7 +314,12 @@ def _update(module: nn.Module, attributes: Attributes) -> None:
             present[name] = value
 
 
-def _run_unchanged(block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def in_module(module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a module. In backward this frame alone tells which module it is of."""
+    return run(*args, **kwargs)
+
+
+def _run_unchanged(block: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a block that must not change its buffers: it would change them again in backward."""
     before = _buffers(block)
     out = run(*args, **kwargs)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from elastic_mbs.dispatch import VersionedMode, run
+from elastic_mbs.escalation.checkpoint import in_module
 from elastic_mbs.events import format_bytes
 from elastic_mbs.memory.budget import makes_host_memory
 
@@ -121,6 +122,8 @@ def _origin(
             # The locals of no other frame are read: Python 3.11 would keep them alive with it.
             if not module and name == "_call_impl" and file.endswith(_MODULE):
                 module = names.get(id(frame.f_locals.get("self")), "")
+        elif not module and frame.f_code is in_module.__code__:
+            module = names.get(id(frame.f_locals["module"]), "")
         elif any(part in file for part in _INSTALLED):
             installed = installed or f"{_short(file)}:{number}"
         elif not line and not file.startswith((_OURS, _PYTHON, "<")):

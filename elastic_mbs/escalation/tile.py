@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from elastic_mbs.escalation.checkpoint import contexts, is_compiled, modules_of
+from elastic_mbs.escalation.checkpoint import contexts, in_module, is_compiled, modules_of
 from elastic_mbs.escalation.inputs import Inputs
 from elastic_mbs.escalation.position_wise import PositionWise, may_be_position_wise
 from elastic_mbs.rollback.random_streams import RandomStreams
@@ -82,7 +82,7 @@ class TiledModules:
             self._patched.pop()
 
     def _forward(
-        self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
+        self, module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a module, in tiles where it is position-wise and that is worth it."""
         input = args[0] if len(args) == 1 and not kwargs else None
@@ -99,7 +99,8 @@ class TiledModules:
         size = -(-input.shape[-2] // tiles)
         # a module that is used several times can be set up by its caller for each use
         how: Any = {"use_reentrant": False, "context_fn": partial(contexts, layers)}
-        parts = [checkpoint(run, tile, **how) for tile in input.split(size, -2)]
+        named = partial(in_module, module, run)
+        parts = [checkpoint(named, tile, **how) for tile in input.split(size, -2)]
         return torch.cat(parts, -2)
 
     def _tiles(self, module: nn.Module, input: Tensor) -> int:
