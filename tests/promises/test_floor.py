@@ -276,6 +276,16 @@ def test_copies_on_the_host_are_none_of_the_largest_tensors() -> None:
     assert len(kept) == 3
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_failure_at_the_floor_is_told_as_it_is_where_a_step_makes_nested_tensors() -> None:
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.nested_tensor([torch.ones(512), torch.ones(1024)])
+        raise torch.OutOfMemoryError(f"out of memory, with {nested.numel()} values nested")
+
+    with pytest.raises(MicroBatchFloorError, match="1536 values nested"):
+        elastic(nn.Linear(1, 1)).evaluate(step, torch.ones(1, 1))
+
+
 def test_offloaded_tensors_are_not_named_among_the_largest() -> None:
     text = refused(3 * MIB // 2, "offload")
     largest = text.partition("The largest of its tensors: ")[2].partition(". ")[0].split("; ")
