@@ -172,7 +172,7 @@ class _Watch(VersionedMode):
         out = run(func, args, kwargs)
         if _makes(func):
             for tensor in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                if isinstance(tensor, Tensor) and _has_shape(tensor):
                     self._note(tensor)
         return out
 
@@ -194,6 +194,10 @@ class _Watch(VersionedMode):
         """Return the tensors that are alive, the largest first, and the oldest of one size."""
         found = [seen.tensor for seen in self._seen.values() if seen.storage() is not None]
         return sorted(found, key=lambda tensor: -tensor.nbytes)
+
+
+def _has_shape(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _makes(func: Any) -> bool:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import ElasticMBS, Escalated, Event, MicroBatchFloorError, ReplayUnsafeError
 from elastic_mbs.escalation import offload
-from elastic_mbs.escalation.checkpoint import blocks_of
+from elastic_mbs.escalation.checkpoint import CheckpointedBlocks, blocks_of
+from elastic_mbs.rollback.random_streams import RandomStreams
 from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
 from tests.helpers.room import PLENTY, Room
@@ -361,6 +362,34 @@ def test_a_number_that_a_block_counts_is_the_same_when_it_runs_again() -> None:
     assert error_of(found, by_hand(twin, batch, result.partition)[0]) <= 1e-12
     assert [block.runs for block in blocks] == [4, 4]
     assert all(block.table is not None for block in blocks)
+
+
+class Freely(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, run: float, block: float, module: float) -> Tensor:
+        out: Tensor = x + self.layer(x).tanh() * (run + block + module)
+        return out
+
+
+def test_a_block_names_its_arguments_as_it_likes() -> None:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([Freely(), Freely()]).double()
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+
+    def loss_of(x: Tensor) -> Tensor:
+        for each in blocks:
+            x = each(x, run=1.0, block=2.0, module=3.0)
+        return x.square().mean()
+
+    loss_of(x).backward()
+    wanted = grads(blocks)
+    blocks.zero_grad()
+    with CheckpointedBlocks([blocks], RandomStreams([], [])):
+        loss_of(x).backward()
+    assert error_of(grads(blocks), wanted) == 0
 
 
 def test_a_gradient_penalty_goes_through_checkpointed_blocks() -> None:

@@ -204,6 +204,37 @@ def test_the_error_says_what_one_sample_needs_in_one_module(
     assert share in refused(limit)
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.all(x).chunk(3, -1)
+        weights = (q @ k.mT).softmax(-1)  # the line of Attention
+        found: Tensor = x + self.out(weights @ v)
+        return found
+
+
+def test_a_block_that_runs_again_in_backward_is_the_module_of_its_tensors() -> None:
+    # Backward calls its forward by itself: no call of the module is on the stack.
+    model, x = nn.Sequential(*(Attention() for _ in range(4))), torch.randn(1, LENGTH, 16)
+    nbytes = LENGTH * LENGTH * 4
+    with MemoryBudget("1GiB", track=(model, x)) as budget:
+        mbs = elastic(model, escalate=("checkpoint",), sensor=None)
+        budget.limit = budget.live + 5 * nbytes // 2
+        with pytest.raises(MicroBatchFloorError) as caught:
+            mbs.backward(lambda piece: model(piece).square().mean(), x)
+    text = str(caught.value)
+    assert "checkpoint (4 of 4 blocks)" in text
+    largest = text.partition("The largest of its tensors: ")[2].partition("; ")[0]
+    assert f"float32 (1, {LENGTH}, {LENGTH}), {format_bytes(nbytes)}, module '3' at" in largest
+    assert largest.endswith(line_of("# the line of Attention"))
+    share = re.search(r"One sample needs at least (.*?) MiB in module '3' alone", text)
+    assert share
+    assert float(share[1]) >= 1
+
+
 def test_the_error_says_what_each_way_would_need() -> None:
     limit = 3 * MIB // 2
     text = refused(limit, "logits", "checkpoint")
