@@ -192,7 +192,7 @@ class WaitingForMemory(Event):
 
 @dataclass(frozen=True)
 class Escalated(Event):
-    """This loss function runs with less memory and more work from now on.
+    """A step up the ladder: the loss function runs with less memory and more work from now on.
 
     The smallest micro-batch does not fit, or a plan has found that fewer pieces make up for the
     work. See `RecoveryOptions.escalate`.
