@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from elastic_mbs.escalation.head import Head, gradients_of, leaves_of
+from elastic_mbs.rollback.saved_tensors import saved_plainly
 
 LossOf = Callable[..., Tensor]
 """Input, weight and bias of a head, and the first row of a chunk → the loss of the chunk."""
@@ -141,7 +141,7 @@ def _with_gradients(
     for start in range(0, len(hidden), rows):
         (chunk,) = leaves_of([hidden[start : start + rows]], asked, cast)
         # nothing of a chunk is kept, so nothing of it is to go to the host
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), saved_plainly():
             loss = loss_of(chunk, *fixed, start)
         found, *added = gradients_of(loss, (chunk, *fixed), scale)
         losses.append(loss.detach())
@@ -151,7 +151,3 @@ def _with_gradients(
             if each is not None and more is not None:
                 each.add_(more)
     return losses, [of_hidden, *sums]
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

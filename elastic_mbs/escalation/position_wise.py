@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from elastic_mbs.memory.budget import on_host
 from elastic_mbs.memory.oom import classify
 from elastic_mbs.rollback.random_streams import RandomStreams
+from elastic_mbs.rollback.saved_tensors import detached, saved_plainly
 
 TILES = (1, 5, 11, 7)  # positions of each tile of the trial
 MOST = 8  # trials of a module: one that is different in each call would never be known
@@ -179,7 +180,7 @@ def _tried(module: nn.Module, shape: Sequence[int], streams: RandomStreams) -> K
     try:
         with (
             on_host(),
-            saved_tensors_hooks(_detached, _unchanged),  # a checkpoint around would count them
+            saved_plainly(),  # a checkpoint around would count them
             torch._C.DisableTorchFunction(),
             torch.autocast("cpu", enabled=False),
             torch.enable_grad(),
@@ -205,9 +206,9 @@ def _trial(module: nn.Module, shape: Sequence[int]) -> Kept | None:
 
     def pack(tensor: Tensor) -> Tensor:
         inside[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return _detached(tensor)
+        return detached(tensor)
 
-    with saved_tensors_hooks(pack, _unchanged):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         whole = twin(input)
     if type(whole) is not Tensor or whole.shape[:-1] != input.shape[:-1] or input._version:
         return None
@@ -227,18 +228,6 @@ def _trial(module: nn.Module, shape: Sequence[int]) -> Kept | None:
         inside.pop(tensor.untyped_storage().data_ptr(), None)
     positions = math.prod(shape[:-1])
     return Kept(sum(inside.values()) // positions, whole.nbytes // positions)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    """Return what a hook may keep: the output of a node itself would keep the node alive for good.
-
-    Such a cycle is torch's own, and the garbage collector does not see it.
-    """
-    return tensor.detach()
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _twin(module: nn.Module, generator: torch.Generator) -> nn.Module:

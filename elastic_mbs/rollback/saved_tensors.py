@@ -1,8 +1,8 @@
-"""A table of saved tensors that the engine owns, for the loop that the user writes out.
+"""The tensors that autograd saves, and a table of them for the loop that the user writes out.
 
-Its frame still holds the failed attempt's `loss`, and so the graph with every activation, while the
-piece is replayed. Inside the block autograd saves its tensors in slots that can be emptied from
-here.
+The frame of such a loop still holds the failed attempt's `loss`, and so the graph with every
+activation, while the piece is replayed. Inside the block of the table, which is the engine's,
+autograd saves its tensors in slots that can be emptied from here.
 `torch.func` transforms refuse to run under such hooks: `micro_batches(..., own_graph=False)` leaves
 the table out.
 """
@@ -17,12 +17,29 @@ from typing import Any, Self
 import torch
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a saved tensor in a form that a hook may keep.
+
+    An operation's own output points back at its node, which then lives for good if its backward
+    does not run. The garbage collector does not see such a cycle.
+    """
+    return tensor.detach()
+
+
+def saved_plainly() -> torch.autograd.graph.saved_tensors_hooks:
+    """Return a block in which autograd keeps saved tensors as they are, whatever is around it."""
+    return torch.autograd.graph.saved_tensors_hooks(detached, _unchanged)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class Slot:
     """A saved tensor, until it is taken away."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # an operation's own output would point back at its node
-        self.tensor: torch.Tensor | None = tensor.detach()
+        self.tensor: torch.Tensor | None = detached(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from elastic_mbs import Escalated, Event, MemoryBudget, MicroBatchFloorError, Re
 from elastic_mbs.escalation import logits, tile
 from elastic_mbs.escalation.head import OtherLayers
 from elastic_mbs.escalation.logits import ChunkedLogits, LazyLogits
+from elastic_mbs.rollback.graph import drop_unrun
 from stress.reference.state import error_of
 from tests.helpers.steps import elastic, grads, there, through
 from tests.helpers.strikes import every_operation
@@ -334,6 +335,18 @@ def test_oom_at_any_operation_while_in_chunks_changes_nothing(
             through(door, mbs, loss_fn, ids)
         assert error_of(grads(words), wanted) <= 1e-12, strike.hits
         words.zero_grad()
+
+
+def test_a_failure_inside_a_chunk_leaves_nothing_alive(small: None) -> None:
+    words, ids = Words(bias=True), tokens()
+    for strike in every_operation():
+        with MemoryBudget("1GiB", [words, ids]) as budget:
+            before = budget.live
+            with suppress(torch.OutOfMemoryError), strike:
+                gradients(words, shifted, ids, chunked(OtherLayers()))
+            words.zero_grad()
+            drop_unrun()
+            assert budget.live == before, strike.hits
 
 
 class Wide(nn.Module):
