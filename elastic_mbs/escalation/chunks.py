@@ -40,10 +40,11 @@ def chunked_cross_entropy(
     """
     head.check()
     target = target.flatten()
+    logits_of = head.rows  # not the head: `loss_of` lives until backward is over
 
     def loss_of(hidden: Tensor, matrix: Tensor, bias: Tensor | None, start: int) -> Tensor:
         return functional.cross_entropy(
-            head.rows(hidden, matrix, bias),
+            logits_of(hidden, matrix, bias),
             target[start : start + rows],
             weight,
             ignore_index=ignore_index,

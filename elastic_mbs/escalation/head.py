@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from elastic_mbs.errors import ReplayUnsafeError
 WAY_OUT = 'which cannot be put off: leave "logits" out of RecoveryOptions(escalate=...)'
 
 Step = Callable[[Tensor], Tensor]
+LogitsOf = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Input, weight and bias of a head → its logits, of shape (…, classes)."""
 
 
 class OtherLayers:
@@ -87,25 +89,37 @@ class Head:
         classes = self.weight.shape[0]
         return (*leading, classes, rows) if self.classes_first else (*leading, rows, classes)
 
-    @contextlib.contextmanager
-    def as_called(self) -> Iterator[None]:
-        """Run the block under the autocast of the call."""
-        kind = self.hidden.device.type
-        with torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
-            yield
+    # Functions and no methods: a graph that keeps one does not keep the head's input with it.
+    @property
+    def rows(self) -> LogitsOf:
+        """The function that gives the logits of some rows, under the autocast of the call."""
+        return partial(_logits, self.steps, self.autocast)
 
-    def whole(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return all logits, in their shape."""
-        found = self.rows(hidden, weight, bias)
-        return found.transpose(-1, -2) if self.classes_first else found
+    @property
+    def whole(self) -> LogitsOf:
+        """The function that gives all logits, in their shape."""
+        return partial(_shaped, self.rows, self.classes_first)
 
-    def rows(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits of some rows, of shape (…, classes)."""
-        with self.as_called():
-            found = functional.linear(hidden, weight, bias)
-            for step in self.steps:
-                found = step(found)
-        return found
+
+def _logits(
+    steps: Sequence[Step],
+    autocast: torch.dtype | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
+        found = functional.linear(hidden, weight, bias)
+        for step in steps:
+            found = step(found)
+    return found
+
+
+def _shaped(
+    rows: LogitsOf, classes_first: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    found = rows(hidden, weight, bias)
+    return found.transpose(-1, -2) if classes_first else found
 
 
 def leaves_of(

@@ -110,9 +110,7 @@ class _PutOff(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, dtype: Any
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.head = replace(
-            head, hidden=hidden.detach(), weight=weight.detach(), bias=None, versions=(0,)
-        )
+        ctx.logits_of = head.whole
         return LazyLogits(head, dtype)
 
     @staticmethod
@@ -121,7 +119,7 @@ class _PutOff(torch.autograd.Function):
         if not torch.is_grad_enabled():  # no gradient of the gradient is asked for
             inputs = leaves_of(inputs, ctx.needs_input_grad)
         with torch.enable_grad(), torch._C.DisableTorchFunction():
-            logits = ctx.head.whole(*inputs)
+            logits = ctx.logits_of(*inputs)
         return *gradients_of(logits, inputs, grad), None, None
 
 

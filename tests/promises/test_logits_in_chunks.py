@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -347,6 +348,21 @@ def test_a_failure_inside_a_chunk_leaves_nothing_alive(small: None) -> None:
             words.zero_grad()
             drop_unrun()
             assert budget.live == before, strike.hits
+
+
+def test_the_input_of_the_head_is_gone_once_its_gradient_is_there(small: None) -> None:
+    words, ids = Words(), tokens()
+    alive: list[bool] = []
+    with chunked(OtherLayers()):
+        before = words.body(words.embedding(ids))
+        hidden = 2 * before  # no operation but the head's keeps it
+        kept = StorageWeakRef(hidden.untyped_storage())
+        before.register_hook(lambda grad: alive.append(not kept.expired()))
+        loss = flat(words.head(hidden), ids)
+        del hidden
+    assert not kept.expired()
+    loss.backward()
+    assert alive == [False]
 
 
 class Wide(nn.Module):
