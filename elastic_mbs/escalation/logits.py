@@ -30,8 +30,8 @@ from elastic_mbs.escalation.head import WAY_OUT, Head, OtherLayers, Step, gradie
 
 SMALL = 2**20  # bytes of logits that are not worth it
 _COPIES = 4  # of a chunk's logits that its loss and its backward hold at once; two more a step
-_MOST = 64  # chunks of a loss: more cost time and gain no memory
 _ROWS = 512  # of a chunk, where there is memory for as many: the products of fewer are slow
+FEWEST = 32  # of a chunk, where there is not: fewer take too long
 
 
 class LazyLogits(Tensor):
@@ -213,15 +213,18 @@ class ChunkedLogits(TorchFunctionMode):
         )
 
     def _rows(self, logits: LazyLogits) -> int:
-        """Return the rows of a chunk: a quarter of the free memory, or the size of the weight."""
+        """Return the rows of a chunk: the size of the weight, or a quarter of the free memory.
+
+        Their number does not follow from the length of the sample: longer chunks take more memory
+        and are no faster.
+        """
         classes, own = logits.head.weight.shape
-        rows = logits.numel() // classes
         free = self._free()
         if free is not None:
             copies = _COPIES + 2 * len(logits.head.steps)
             fit = free // (4 * copies * classes * max(4, logits.dtype.itemsize))
             own = min(max(own, _ROWS), fit)
-        return max(1, own, -(-rows // _MOST))
+        return max(own, FEWEST)
 
 
 def _in_checkpoint() -> bool:

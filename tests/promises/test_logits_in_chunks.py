@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -61,8 +62,9 @@ def tokens(samples: int = 3, length: int = LENGTH, classes: int = CLASSES) -> Te
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put off the smallest layer, too."""
+    """Put off the smallest layer, too, and make the smallest chunks."""
     monkeypatch.setattr(logits, "SMALL", 0)
+    monkeypatch.setattr(logits, "FEWEST", 1)
 
 
 def shifted(z: Tensor, ids: Tensor) -> Tensor:
@@ -348,6 +350,29 @@ def test_a_failure_inside_a_chunk_leaves_nothing_alive(small: None) -> None:
             words.zero_grad()
             drop_unrun()
             assert budget.live == before, strike.hits
+
+
+class Softmaxes(TorchDispatchMode):
+    """The rows of every softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = list[int]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._log_softmax.default:
+            self.rows.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("length", [100, 1000])
+def test_a_longer_sample_makes_more_chunks_and_no_longer_ones(small: None, length: int) -> None:
+    words, ids = Words().double(), tokens(1, length)
+    with chunked(OtherLayers()), Softmaxes() as seen:
+        flat(words(ids), ids)
+    assert seen.rows == [4] * (length // 4)
 
 
 def test_the_input_of_the_head_is_gone_once_its_gradient_is_there(small: None) -> None:
