@@ -356,7 +356,7 @@ class Softmaxes(TorchDispatchMode):
     """The rows of every softmax."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.rows = list[int]()
 
     def __torch_dispatch__(
