@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from elastic_mbs import MemoryBudget, MicroBatchFloorError
+from elastic_mbs import MemoryBudget, MicroBatchFloorError, Policy
 from elastic_mbs.integrations.transformers import ElasticTrainerMixin, elastic_trainer
 from elastic_mbs.testing import InjectOOM
 from elastic_mbs.testing.faults import RandomFaults
@@ -53,6 +53,42 @@ def test_training_is_that_of_the_stock_trainer(kind: str, steps: int) -> None:
     )
     assert ours.elastic.stats.ooms > 0
     assert apart(ours, stock) <= (ROUNDED if kind == "smoothed" else EXACT)
+
+
+@pytest.mark.parametrize("budget", [None, 20])
+def test_padded_texts_may_be_sorted_and_have_a_budget_of_tokens(budget: int | None) -> None:
+    texts = [
+        {
+            "input_ids": row["input_ids"] * (torch.arange(10) < 2 + i % 8),
+            "attention_mask": (torch.arange(10) < 2 + i % 8).long(),
+            "labels": row["input_ids"].where(torch.arange(10) < 2 + i % 8, -100),
+        }
+        for i, row in enumerate(rows("tokens"))
+    ]
+    seen: list[tuple[int, ...]] = []
+
+    class Noting(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
+            seen.append(tuple(inputs["input_ids"].shape))
+            loss: Tensor = super().training_step(model, inputs, *args)
+            return loss
+
+    stock = trained(Trainer, gpt2(), texts)
+    ours = trained(
+        elastic_trainer(Noting),
+        gpt2(),
+        texts,
+        RandomFaults(0, "length", always=True),
+        elastic={
+            "pieces": "by_length",
+            "length": "attention_mask",
+            "policy": Policy(max_tokens=budget, grow=False),
+        },
+    )
+    assert ours.elastic.stats.ooms > 0
+    assert apart(ours, stock) <= EXACT
+    assert any(width < 10 for _, width in seen)
+    assert budget is None or max(rows * width for rows, width in seen) <= budget
 
 
 class Struck(ElasticTrainerMixin, Trainer):
