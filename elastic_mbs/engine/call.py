@@ -430,7 +430,8 @@ class Call:
         """End the call by `error`: state goes back to its start, and the rest is noted on it."""
         if self.phase is _DONE:
             return
-        self.result = interrupt = None
+        self.result = None  # the batch is undone
+        interrupt = None
         # Once more where an interrupt or a lack of memory has struck in the middle.
         for last in (False, True):
             try:

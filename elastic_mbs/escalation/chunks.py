@@ -63,12 +63,15 @@ def chunked_cross_entropy(
     )
     if reduction == "sum":
         return total
+    return (total / _terms(target, weight, ignore_index, total.dtype)).to(total.dtype)
+
+
+def _terms(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """Return the number of targets that count, or the sum of their weights: a mean's divisor."""
     counts = target != ignore_index
     if weight is None:  # in a type that has all whole numbers
-        terms = counts.sum().to(torch.promote_types(total.dtype, torch.float32))
-    else:
-        terms = (weight[target.where(counts, 0)] * counts).sum()
-    return (total / terms).to(total.dtype)
+        return counts.sum().to(torch.promote_types(dtype, torch.float32))
+    return (weight[target.where(counts, 0)] * counts).sum()
 
 
 class _Chunks(torch.autograd.Function):

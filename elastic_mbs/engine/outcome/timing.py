@@ -62,6 +62,10 @@ class Stopwatch:
         self.lost += seconds
         return seconds
 
+    def note_wait(self, seconds: float) -> None:
+        """Note that the call has waited for memory that others hold."""
+        self.waited += seconds
+
     def elapsed(self) -> float:
         """Return the seconds since the call began, by the host's clock."""
         return monotonic() - self._began

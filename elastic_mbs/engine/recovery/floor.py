@@ -109,7 +109,7 @@ class Floor:
         if nap <= 0:
             return False
         self._parts.resources.sleep(nap)
-        self._parts.report.watch.waited += nap
+        self._parts.report.watch.note_wait(nap)
         return True
 
     def _waited(self, seen: Headroom, requested: int | None) -> bool:
