@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Samples in a part of their memory: the smallest share of the activations that is enough.
 
-    python benchmarks/inside.py [NAME…] [--escalate auto] [--half] [--json FILE]
+    python benchmarks/inside.py [NAME…] [--escalate auto] [--half | --alone] [--json FILE]
 
 Each model runs one sample on a CPU under a `MemoryBudget`, which counts bytes, so a busy machine
 gives the same figures. The plain need is the peak of forward and backward above the weights and
@@ -11,7 +11,8 @@ Its gradient is compared with the plain one, in double precision. The language m
 transformers; without it they are left out.
 
 With `--half` the time of a step in half of the plain need is measured instead, against a plain step
-with all memory, in turns: processor time, after the call that finds its way.
+with all memory, in turns: processor time, after the call that finds its way. With `--alone` it is
+measured for each rung by itself, in the smallest share of the need in which that one trains.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,9 +46,11 @@ from elastic_mbs import (
     Policy,
     RecoveryOptions,
 )
+from elastic_mbs.options import RUNGS
 from stress.reference.state import error_of
 
 SHARES = (0.15, 0.2, 0.25, 0.35, 0.5, 0.75)
+FINE = tuple(step / 20 for step in range(1, 20))
 GOAL = 0.25
 MIB = 2**20
 AMPLE = "64GiB"
@@ -76,24 +79,26 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Half:
-    """The time of one model in half of its plain need.
+class Time:
+    """The time of one model in a part of its plain need.
 
     Attributes:
         name: the model.
+        share: the part of the need.
         seconds: processor time of a plain step, the least of the rounds.
-        slower: the time in half of the need over that of a plain step, the median of the rounds.
+        slower: the time in that part over that of a plain step, the median of the rounds.
         rungs: the steps that were taken, in words.
     """
 
     name: str
+    share: float
     seconds: float
     slower: float
     rungs: tuple[str, ...]
 
 
-def halved(name: str, escalate: Any = "auto", rounds: int = 5) -> Half:
-    """Return the time of a step in half of the plain need."""
+def timed(name: str, escalate: Any = "auto", share: float = 0.5, rounds: int = 5) -> Time:
+    """Return the time of a step in a share of the plain need."""
     made = subject(name)
     gradients, plain = _needs(made)
     made.model.zero_grad()
@@ -104,10 +109,21 @@ def halved(name: str, escalate: Any = "auto", rounds: int = 5) -> Half:
             alone.append(_seconds(lambda: made.loss_of(made.sample).backward()))
         made.model.zero_grad()
         seconds = list[float]()
-        rungs = _trained(made, gradients + plain // 2, escalate, seconds)
+        rungs = _trained(made, gradients + int(share * plain), escalate, seconds)
         ratios.append(seconds[0] / alone[-1])
         made.model.zero_grad()
-    return Half(name, min(alone), statistics.median(ratios), rungs)
+    return Time(name, share, min(alone), statistics.median(ratios), rungs)
+
+
+def each_alone(name: str, rounds: int = 5) -> Iterator[Time]:
+    """Yield the time of each rung by itself, in the smallest share in which that one trains.
+
+    A rung that helps nowhere is left out.
+    """
+    for rung in RUNGS:
+        share = measured(name, (rung,), FINE).share
+        if share is not None:
+            yield timed(name, (rung,), share, rounds)
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -203,14 +219,17 @@ def _table(names: Sequence[str], escalate: Any) -> list[Row]:
     return rows
 
 
-def _half_table(names: Sequence[str], escalate: Any) -> list[Half]:
-    print(f"{'model':20}  {'seconds':>7}  slower  rungs")
-    rows = list[Half]()
-    for name in names:
-        rows.append(row := halved(name, escalate))
+def _times(rows: Iterable[Time]) -> list[Time]:
+    print(f"{'model':20}  share  {'seconds':>7}  slower  rungs")
+    found = list[Time]()
+    for row in rows:
+        found.append(row)
         way = ", ".join(row.rungs)
-        print(f"{name:20}  {row.seconds:7.3f}  {row.slower:4.2f} ×  {way}", flush=True)
-    return rows
+        print(
+            f"{row.name:20}  {row.share:5.2f}  {row.seconds:7.3f}  {row.slower:4.2f} ×  {way}",
+            flush=True,
+        )
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -219,15 +238,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--escalate", nargs="+", default=["auto"], help="rungs, or auto")
-    parser.add_argument("--half", action="store_true", help="times in half of the plain need")
+    times = parser.add_mutually_exclusive_group()
+    times.add_argument("--half", action="store_true", help="times in half of the plain need")
+    times.add_argument("--alone", action="store_true", help="times of each rung by itself")
+    parser.add_argument("--rounds", type=int, default=5, help="how often a time is taken")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     given = parser.parse_args(argv)
     if unknown := set(given.names) - set(names):
         parser.error(f"no such model here: {', '.join(sorted(unknown))}")
     escalate = "auto" if given.escalate == ["auto"] else tuple(given.escalate)
     names = given.names or names
-    rows: Sequence[Row | Half]
-    rows = _half_table(names, escalate) if given.half else _table(names, escalate)
+    rows: Sequence[Row | Time]
+    if given.half:
+        rows = _times(timed(name, escalate, rounds=given.rounds) for name in names)
+    elif given.alone:
+        rows = _times(row for name in names for row in each_alone(name, given.rounds))
+    else:
+        rows = _table(names, escalate)
     if given.json is not None:
         found = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
         given.json.write_text(json.dumps(found, indent=1) + "\n")

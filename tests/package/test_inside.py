@@ -38,7 +38,20 @@ def test_a_model_that_no_rung_helps_is_in_the_table_with_its_reason(
 
 def test_the_time_in_half_of_the_need_is_that_of_a_step_with_rungs(tmp_path: Path) -> None:
     out = tmp_path / "half.json"
-    assert inside.main(["diffusion MLP", "--half", "--json", str(out)]) == 0
+    assert inside.main(["GPT by hand", "--half", "--rounds", "1", "--json", str(out)]) == 0
     (found,) = json.loads(out.read_text())["rows"]
     assert found["rungs"]
+    assert found["slower"] > 0
+
+
+def test_each_rung_has_the_time_that_it_takes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inside, "FINE", (0.75,))
+    out = tmp_path / "alone.json"
+    given = ["GPT by hand", "--alone", "--rounds", "1", "--json", str(out)]
+    assert inside.main(given) == 0
+    (found,) = json.loads(out.read_text())["rows"]  # the others do not help in so small a share
+    assert found["rungs"] == ["logits"]
+    assert found["share"] == 0.75
     assert found["slower"] > 0
