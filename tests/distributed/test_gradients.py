@@ -90,7 +90,7 @@ def train(rank: int, world: int, way: str, flags: dict[str, Any], called: str) -
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    compiled: nn.Module = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+    compiled: nn.Module = torch.compile(model, backend="aot_eager", dynamic=True)  # type: ignore[assignment]
     return compiled
 
 

@@ -109,7 +109,7 @@ def shard(model: Net, case: str, world: int) -> nn.Module:
             block.checkpointed = True
     if case == "compiled blocks":
         for block in model.blocks:
-            block.compile(backend="aot_eager")
+            block.compile(backend="aot_eager", dynamic=True)
     if case == "grouped":
         fully_shard([model.first, model.blocks[0]])
         fully_shard([model.blocks[1], model.last])

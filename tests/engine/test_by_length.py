@@ -114,7 +114,7 @@ def test_running_out_of_memory_at_any_operation_replays_the_same_samples(
         if warm
         else elastic(model, micro_batch_size=3, **OPTIONS)
     )
-    for strike in every_operation(stride=5):
+    for strike in every_operation(stride=11):
         model.zero_grad()
         seen.clear()
         if not warm:

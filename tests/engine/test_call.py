@@ -48,7 +48,7 @@ ENGINE = (
 
 
 def test_an_interrupt_between_any_two_lines_leaves_a_runtime_that_works(door: int) -> None:
-    for strike in until_clean(lambda n: AtLine(n, *ENGINE), stride=11, least=300):
+    for strike in until_clean(lambda n: AtLine(n, *ENGINE), stride=23, least=300):
         model = mlp()
         mbs = elastic(model, micro_batch_size=4)
         with strike, suppress(KeyboardInterrupt):
@@ -202,7 +202,7 @@ def test_a_step_that_edits_its_batch_is_recovered_from_wherever_memory_runs_out(
     calls: int, door: int
 ) -> None:
     wanted: list[Any] = []
-    for inject in every_operation(least=10):
+    for inject in every_operation(stride=3, least=10):
         model, batch = mlp(), pairs(8)
 
         def loss_fn(piece: Any, model: nn.Module = model) -> Tensor:

@@ -129,7 +129,7 @@ def test_gradients_wider_than_their_leaves_keep_their_type(there: bool) -> None:
 @pytest.mark.parametrize("start", ["empty", "zeros", "isolated"])
 def test_a_hidden_leaf_outside_that_appears_late_is_refused_or_exact(start: str) -> None:
     """Nobody looked for it where the call is not the first, so its commits are not known."""
-    for inject in every_operation(stride=3):
+    for inject in every_operation(stride=7):
         model, outside, batch = mlp(), nn.Linear(4, 4).double(), pairs()
         tails = list[nn.Module]()
 
@@ -276,7 +276,7 @@ def test_gradients_changed_by_other_code_inside_a_batch_are_refused(
             meddle(step.model)
         return step.loss_fn(piece)
 
-    for injected in every_operation(stride=3):
+    for injected in every_operation(stride=7):
         calls.clear()
         step.model.zero_grad()
         mbs = settled(door, step.model, step.loss_fn, step.batch, micro_batch_size=2)
@@ -298,7 +298,7 @@ def test_gradients_that_a_hook_replaces_are_exact_wherever_memory_runs_out(
         leaf.register_post_accumulate_grad_hook(
             lambda leaf: setattr(leaf, "grad", leaf.grad.clone())
         )
-    for injected in every_operation(stride=7):
+    for injected in every_operation(stride=13):
         mbs = settled(door, step.model, step.loss_fn, step.batch, micro_batch_size=size)
         with injected:
             through(door, mbs, step.loss_fn, step.batch)

@@ -117,7 +117,7 @@ def test_a_late_leaf_is_exact_or_refused(there: tuple[str, ...], with_tail: bool
 def test_a_scaler_is_used_once_whatever_fails() -> None:
     """The scaler is applied to the loss over the embeddings, and nowhere else."""
     x = samples(8)
-    for inject in every_operation(stride=5):
+    for inject in every_operation(stride=11):
         case, scaler = Contrast(), torch.amp.GradScaler("cpu", init_scale=1024.0)
         wanted = case.by_hand(x)
         with inject:
@@ -221,7 +221,7 @@ def test_a_batch_that_fits_is_embedded_once_and_twice_only_after_a_failure() -> 
         mbs.backward_embeddings(case.embed, case.over, x)
         assert case.sizes == [8, -8]
         case.zero()
-    for number, inject in enumerate(every_operation(stride=3)):
+    for number, inject in enumerate(every_operation(stride=7)):
         fresh = Contrast(nn.Dropout(0.3), nn.BatchNorm1d(4))
         mbs, full = elastic(fresh.model), number % 2 == 1
         if full:

@@ -58,7 +58,7 @@ def test_the_gradient_is_that_of_the_padded_batch_for_every_budget(
 def test_running_out_of_memory_at_any_operation_keeps_the_budget(door: int) -> None:
     model, batch = Reader(), sentences(FEW, 8)
     exact = wanted(model, batch)
-    for strike in every_operation(stride=5):
+    for strike in every_operation(stride=11):
         model.zero_grad()
         seen = Seen(model)
         mbs = elastic(model, **OPTIONS, max_tokens=14)

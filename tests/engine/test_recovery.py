@@ -41,7 +41,7 @@ def test_a_step_that_begins_to_draw_as_it_fails_is_replayed_exactly(
     If the step begins to draw in a call that fails, the batch starts over from the call's start.
     """
     events, batch = list[Event](), pairs()
-    for inject in every_operation(stride=3):
+    for inject in every_operation(stride=5):
         model, twin = mlp(), mlp()
 
         def loss_fn(b: Pair, net: nn.Module = model) -> Tensor:

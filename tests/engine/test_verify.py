@@ -202,8 +202,8 @@ def test_verify_leaves_no_trace_however_it_ends(ends: BaseException | None) -> N
 @pytest.mark.no_oom_injection
 def test_verify_struck_at_any_operation_or_line_leaves_no_trace() -> None:
     operations, lines = (
-        until_clean(lambda n: Everywhere(at=[n]), stride=11, least=50),
-        until_clean(lambda n: AtLine(n, *VERIFY), stride=67, least=100),
+        until_clean(lambda n: Everywhere(at=[n]), stride=23, least=50),
+        until_clean(lambda n: AtLine(n, *VERIFY), stride=131, least=100),
     )
     strikes: Iterator[Any] = chain(operations, lines)
     for strike in strikes:

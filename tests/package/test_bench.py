@@ -22,7 +22,7 @@ from benchmarks.bench.sweep import Sweep
 def test_all_contenders_of_the_whole_run_train_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_run, "MODELS", {"lstm": MODELS["lstm"]})
+    monkeypatch.setattr(whole_run, "MODELS", {"lstm": (MODELS["lstm"][0], 28)})
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     bench.main(["run", "--quick", "--json", str(figures), "--png", str(picture)])
     runs = json.loads(figures.read_text())["run"]
@@ -40,7 +40,7 @@ def test_every_other_row_has_a_table(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for module in (fault, idle, settled):
-        monkeypatch.setattr(module, "MODELS", {"gpt": (MODELS["gpt"][0], 12)})
+        monkeypatch.setattr(module, "MODELS", {"gpt": (MODELS["gpt"][0], 6)})
     more = tmp_path / "more.json"
     more.write_text('{"speed": 1}')
     bench.main(

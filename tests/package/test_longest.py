@@ -37,12 +37,12 @@ def test_each_way_has_the_same_gradient(way: str) -> None:
 
 def test_the_tables_have_their_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "longest.json"
-    assert longest.main(["--budget-mib", "3", "--rounds", "1", "--json", str(out)]) == 0
+    assert longest.main(["--budget-mib", "2", "--rounds", "1", "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     lengths = {row["way"]: row["length"] for row in found["longest"]}
     assert lengths[longest.OURS] > lengths["stock"]
-    assert all(0 < row["peak"] <= 3 * longest.MIB for row in found["longest"])
-    limit = 3 * longest.MIB
+    assert all(0 < row["peak"] <= 2 * longest.MIB for row in found["longest"])
+    limit = 2 * longest.MIB
     assert longest.trains("stock", lengths["stock"], limit) is not None
     assert longest.trains("stock", 2 * lengths["stock"], limit) is None
     assert {row["length"] for row in found["times"] if row["way"] == "stock"} >= {lengths["stock"]}

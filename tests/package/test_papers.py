@@ -21,6 +21,7 @@ def test_a_small_run_prints_its_table_and_writes_figures_and_a_picture(
 ) -> None:
     monkeypatch.setattr(mbs, "TIMES", (1, 16))
     monkeypatch.setattr(mbs, "ROUNDS", 1)
+    monkeypatch.setattr(mbs, "TRAINED_ON", 260)
     figures, picture = tmp_path / "figures.json", tmp_path / "sub" / "picture.png"
     assert module.main(
         ["--seeds", "1", "--epochs", "1", "--json", str(figures), "--picture", str(picture)]

@@ -102,7 +102,7 @@ def test_a_sum_with_pieces_without_a_term_is_exact_after_a_failure_anywhere(
 
     exact = whole_gradient(model, lambda net: focal(net, batch) / 6)
     mbs = settled(door, model, loss_fn, batch, **options)
-    for strike in every_operation(stride=5):
+    for strike in every_operation(stride=11):
         model.zero_grad()
         mbs = mbs if warm else elastic(model, **options)
         with strike:
@@ -201,7 +201,7 @@ def test_a_mean_over_nothing_is_run_for_its_outputs_and_leaves_no_nan(
 
     exact = whole_gradient(model, lambda net: kind(net, batch))
     mbs = elastic(model, micro_batch_size=2, count=objects)
-    for strike in every_operation(stride=5):
+    for strike in every_operation(stride=11):
         model.zero_grad()
         with strike:
             result = through(door, mbs, loss_fn, batch)
@@ -234,7 +234,7 @@ def test_a_loss_without_a_term_in_the_batch_has_no_part_in_it(door: int, enabled
     model, batch = mlp(), pictures([0] * 8)
     exact = whole_gradient(model, lambda net: detr(net, batch)["labels"])
     mbs = elastic(model, micro_batch_size=2, count=NAMED, enabled=enabled)
-    for strike in every_operation(stride=7) if enabled else [nullcontext()]:
+    for strike in every_operation(stride=13) if enabled else [nullcontext()]:
         model.zero_grad()
         with strike:
             result = through(door, mbs, lambda piece: detr(model, piece), batch)
@@ -257,7 +257,7 @@ def test_a_sum_by_0_of_several_losses_has_no_part_in_the_batch(door: int) -> Non
         }
 
     exact = whole_gradient(model, lambda net: detr(net, batch)["labels"])
-    for strike in every_operation(stride=7):
+    for strike in every_operation(stride=13):
         model.zero_grad()
         with strike:
             through(door, mbs, loss_fn, batch)

@@ -85,7 +85,7 @@ def test_a_failure_at_any_operation_is_recovered_from(
     layers: tuple[nn.Module, ...], warm: bool
 ) -> None:
     x = samples(8)
-    for inject in every_operation(stride=5, least=60):  # in the second pass, too
+    for inject in every_operation(stride=11, least=60):  # in the second pass, too
         case = Contrast(
             *[type(layer)(4) if isinstance(layer, nn.BatchNorm1d) else layer for layer in layers]
         )
@@ -156,7 +156,7 @@ def test_a_loss_that_draws_random_numbers_draws_after_the_embeddings() -> None:
     over = case.over
     # a loss with noise
     case.over = lambda z: over(z + torch.randn_like(z))  # type: ignore[method-assign]
-    for inject in every_operation(stride=5):  # memory runs out after the loss has drawn, too
+    for inject in every_operation(stride=11):  # memory runs out after the loss has drawn, too
         torch.manual_seed(3)
         with inject:
             result = elastic(case.model, micro_batch_size=3).backward_embeddings(

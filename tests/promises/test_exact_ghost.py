@@ -61,7 +61,7 @@ def test_any_failure_gives_the_whole_batchs_gradient_and_statistics(door: int, w
         if isinstance(event, OutOfMemory):
             modes[event.mode, event.committed > 0] += 1
 
-    for strike in every_operation(stride=5):
+    for strike in every_operation(stride=11):
         model = copy.deepcopy(start)
         mbs = elastic(model, micro_batch_size=8, on_event=note)
         loss_fn = partial(loss, model)

@@ -333,7 +333,7 @@ def test_oom_at_any_operation_while_in_chunks_changes_nothing(
     mbs = elastic(words, escalate=rungs, on_event=events.append, micro_batch_size=2)
     through(door, mbs, loss_fn, ids)
     words.zero_grad()
-    for strike in every_operation(stride=5):
+    for strike in every_operation(stride=11):
         with strike:
             through(door, mbs, loss_fn, ids)
         assert error_of(grads(words), wanted) <= 1e-12, strike.hits
@@ -342,7 +342,7 @@ def test_oom_at_any_operation_while_in_chunks_changes_nothing(
 
 def test_a_failure_inside_a_chunk_leaves_nothing_alive(small: None) -> None:
     words, ids = Words(bias=True), tokens()
-    for strike in every_operation():
+    for strike in every_operation(stride=3):
         with MemoryBudget("1GiB", [words, ids]) as budget:
             before = budget.live
             with suppress(torch.OutOfMemoryError), strike:

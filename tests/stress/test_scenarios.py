@@ -125,17 +125,9 @@ def test_a_scenario_holds_on_the_budget(name: str) -> None:
     assert len(seen) == len(run.steps)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("kill", "budget"), ("two_elastic", "shim"), ("too_big", "rlimit")]
-)
-def test_a_scenario_holds_in_processes_of_its_own(
-    name: str, kind: str, request: pytest.FixtureRequest
-) -> None:
-    if available(kind) is not None:
-        pytest.skip(str(available(kind)))
-    if kind == "budget":
-        request.getfixturevalue("forked")
-    runs = perform(Order(name, kind, "wide", 0, 12), lambda step: None)
+@pytest.mark.usefixtures("forked")
+def test_a_scenario_holds_in_processes_of_its_own() -> None:
+    runs = perform(Order("kill", "budget", "wide", 0, 12), lambda step: None)
     assert [run.complaints for run in runs] == [[]] * len(runs)
 
 

@@ -37,12 +37,13 @@ class Flapping:
 
 def rows(quick: bool, rounds: int) -> list[Flapping]:
     """Return the figures of short and long phases."""
-    sweep = Sweep(partial(conv, 48), 1 if quick else 3, most=8)
+    make = partial(conv, 16 if quick else 48)
+    sweep = Sweep(make, 1 if quick else 3, most=8)
     limits = sweep.limit_for(ALONE), sweep.limit_for(VISITED)
     found = []
     for phases in [(2, 8)] if quick else [(2, 8), (10, 40)]:
         for seed in range(rounds):
-            task = Task(partial(conv, 48), script(phases, limits, 12 if quick else 100, seed))
+            task = Task(make, script(phases, limits, 12 if quick else 100, seed))
             jobs = compete(
                 task,
                 [

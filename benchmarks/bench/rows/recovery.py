@@ -67,7 +67,8 @@ def rows(quick: bool, rounds: int) -> list[Recovery]:
 
     On a CPU a step of half a second is hardly faster in one piece: those are slept.
     """
-    found = [measure(partial(conv, 12), Course(20, 20, 40, 2 if quick else 6 * rounds))]
+    usual = Course(4, 4, 16, 1) if quick else Course(20, 20, 40, 6 * rounds)
+    found = [measure(partial(conv, 12), usual)]
     if not quick:
         found.append(measure(partial(mlp, 512), Course(8, 10, 16, 3 * rounds)))
     for seconds, course in (
