@@ -211,7 +211,9 @@ def _check(names: LightningNames, trainer: Any, module: Any) -> None:
             "BatchSizeFinder waits for an out-of-memory error, and there will be none: leave it "
             "out and give the batch you want"
         )
-    for name in ("training_step", *EVALUATIONS):
+    # with manual optimization training_step is not cut: it gives the runtime what it has fetched
+    trained = ("training_step",) if module.automatic_optimization else ()
+    for name in (*trained, *EVALUATIONS):
         step = getattr(module, name)  # None says that there is none
         if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
             raise UnsupportedError(

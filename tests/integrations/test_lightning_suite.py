@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -115,3 +115,34 @@ def test_a_trainer_may_be_copied_while_it_trains() -> None:
     trainer([ElasticCallback()], max_epochs=1, logger=False).fit(module, combined("min_size"))
     trainer(max_epochs=1).fit(plain, combined("min_size"))
     check_same(module.state_dict(), plain.state_dict())
+
+
+class Fetches(Several):
+    """Manual optimisation of batches that training_step fetches itself."""
+
+    def __init__(self, elastic: ElasticCallback | None, fits: int = 4) -> None:
+        super().__init__(fits)
+        self.automatic_optimization, self.elastic = False, elastic
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().training_step(batch, 0)
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]  # Lightning asks for this name
+        batch = next(dataloader_iter)[0]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        if self.elastic is None:
+            self.manual_backward(self.loss(batch))
+        else:
+            self.elastic.runtime.backward(self.loss, batch)
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+def test_a_step_with_manual_optimisation_may_fetch_its_batches() -> None:
+    callback = ElasticCallback()
+    plain, cut = Fetches(None), Fetches(callback, fits=3)
+    trainer(max_epochs=1).fit(plain, combined("min_size"))
+    trainer([callback], max_epochs=1).fit(cut, combined("min_size"))
+    check_same(cut.state_dict(), plain.state_dict())
+    assert callback.runtime.stats.ooms
