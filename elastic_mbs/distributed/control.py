@@ -51,6 +51,7 @@ class Place(IntEnum):
     SUM = 6
     WHOLE = 7
     PIECE = 8
+    NOTES = 9
 
 
 _WORDS = {
@@ -62,6 +63,7 @@ _WORDS = {
     Place.SUM: "while gradients are summed",
     Place.WHOLE: "where parameters are gathered, for a batch or an evaluation",
     Place.PIECE: "in a piece of a batch, in lock-step",
+    Place.NOTES: "where they exchange the metrics of a batch",
 }
 
 

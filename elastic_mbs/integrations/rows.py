@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 
+from elastic_mbs.integrations.exchange import Exchange
 from elastic_mbs.runtime import ElasticMBS
 
 
@@ -55,8 +56,8 @@ class Rows:
         """Return the weights of a piece in the metrics of its batch, by kind."""
         return {}
 
-    def prepare(self, samples: Any, mbs: ElasticMBS, model: Any) -> None:
-        """Find out what the loss of each piece needs to know of its batch."""
+    def prepare(self, samples: Any, mbs: ElasticMBS, model: Any, exchange: Exchange) -> None:
+        """Find out what the loss of each piece needs to know of its batch, on all ranks."""
 
     def losses_of(self, piece: Any, whole: Any) -> AbstractContextManager[None]:
         """Return a context in which the trainer's loss of a piece adds up to that of `whole`."""

@@ -9,11 +9,9 @@ piece, whatever the model's signature says. The engine weighs it by the piece's 
 from __future__ import annotations
 
 import functools
-import json
 import types
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,22 +22,21 @@ from elastic_mbs.distributed.wrappers import wrappers_in
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
+from elastic_mbs.integrations.exchange import Exchange
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.rows import Rows, ctc_reduction, labels_in
+from elastic_mbs.integrations.trainer.checkpoint import load_sizes, save_sizes
 from elastic_mbs.integrations.trainer.checks import check_class, check_losses, check_trainer
 from elastic_mbs.integrations.trainer.completions import loss_of_completions
 from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
 from elastic_mbs.integrations.trainer.packed import Packed, makes_one_row
 from elastic_mbs.integrations.trainer.predictions import joined, mean_loss
-from elastic_mbs.integrations.trainer.ranks import (
-    counting_alone,
-    share_of_counts,
-    share_of_items,
-)
+from elastic_mbs.integrations.trainer.ranks import alone, share_of_counts, share_of_items
 from elastic_mbs.integrations.trainer.router import Router
 from elastic_mbs.integrations.trl import rollouts
 from elastic_mbs.integrations.trl.kinds import rows_of
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
+from elastic_mbs.integrations.trl.private import kind_of
 from elastic_mbs.integrations.trl.rollouts import Completions
 from elastic_mbs.memory import oom
 from elastic_mbs.runtime import ElasticMBS
@@ -48,8 +45,6 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Base
 else:
     _Base = object
-
-STATE_NAME = "elastic_mbs.json"  # in a checkpoint's folder
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
 
@@ -72,7 +67,7 @@ class ElasticTrainerMixin(_Base):
     Raises:
         UsageError: an option makes no sense, or the loss of a batch is not made up of its pieces'.
         UnsupportedError: its batches cannot be cut and replayed: FSDP, DeepSpeed, DataParallel,
-            trl's trainers on several ranks, and the like.
+            and the like.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -86,6 +81,8 @@ class ElasticTrainerMixin(_Base):
         # a model, whether its pieces are weighed here, and its runtime
         self._elastic_of: tuple[object, bool, ElasticMBS] | None = None
         self._elastic_router = Router(self)
+        gathers, waits = bool(kind_of(type(self))), self._elastic_options.get("distributed")
+        self._elastic_exchange = Exchange(self, waits, gathers=gathers)
         self._elastic_verified = set[bool]()
         self._elastic_open: ExitStack | None = None  # of runtimes, while training runs
         super().__init__(*args, **kwargs)
@@ -115,15 +112,10 @@ class ElasticTrainerMixin(_Base):
         return known[2]
 
     @property
-    def _elastic_replicated(self) -> bool:
-        """True in a job of several ranks."""
-        return bool(self.args.world_size > 1)
-
-    @property
     def _elastic_weighed(self) -> bool:
         """True if pieces are weighed here, as the trainer and DDP weigh parts of their losses."""
-        generated = self._elastic_rows.generated
-        return generated or self._elastic_replicated or self._elastic_router.active
+        generated, several = self._elastic_rows.generated, self.args.world_size > 1
+        return bool(generated or several or self._elastic_router.active)
 
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
@@ -154,8 +146,8 @@ class ElasticTrainerMixin(_Base):
             with rollouts.around_step(self, mbs):
                 return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
         samples = rows.samples(inputs)
+        rows.prepare(samples, mbs, model, self._elastic_exchange)
         self._elastic_verify(samples)
-        rows.prepare(samples, mbs, model)
         run = functools.partial(self._elastic_batch, rows, samples, model, num_items_in_batch)
         found: Tensor = self._elastic_router.around(
             rows, samples, self._elastic_loss, run, training=True
@@ -180,7 +172,8 @@ class ElasticTrainerMixin(_Base):
                 raise
             # no label in the whole batch: it adds nothing
             return torch.zeros((), device=self.args.device)
-        metrics.join(notes, self._elastic_router.metrics if metrics.kept else {})
+        known = self._elastic_router.metrics if metrics.kept else {}
+        metrics.join(notes, self._elastic_exchange, known)
         result = mbs.last_result
         assert result is not None
         return result.loss
@@ -190,7 +183,8 @@ class ElasticTrainerMixin(_Base):
         plain, rows = functools.partial(super().compute_loss, model), self._elastic_rows
         if not isinstance(rows, Completions) or not self.elastic.enabled:
             return plain(inputs, *args, **kwargs)
-        return loss_of_completions(self, rows, self._elastic_router, plain, inputs)
+        others = self._elastic_router, self._elastic_exchange
+        return loss_of_completions(self, rows, *others, plain, inputs)
 
     def _elastic_piece(self, model: Any, micro: MicroBatch, num_items: Any, samples: Any) -> None:
         """Run the trainer's step on one piece.
@@ -205,7 +199,7 @@ class ElasticTrainerMixin(_Base):
         """
         rows, router, share = self._elastic_rows, self._elastic_router, 1.0
         inputs, everywhere = rows.rows(micro.data), self.args.average_tokens_across_devices
-        with counting_alone(self.args):
+        with alone(self):
             items = (
                 None
                 if num_items is None
@@ -322,7 +316,7 @@ class ElasticTrainerMixin(_Base):
     def _elastic_loss(self, piece: Any) -> Tensor:
         """Return the loss of a piece."""
         inputs = self._elastic_rows.rows(piece)
-        with torch.no_grad(), self.compute_loss_context_manager(), counting_alone(self.args):
+        with torch.no_grad(), self.compute_loss_context_manager(), alone(self):
             items = self._get_num_items_in_batch([inputs], self.args.device)
             loss: Tensor = self.compute_loss(
                 self.model, self._prepare_inputs(inputs), num_items_in_batch=items
@@ -352,7 +346,7 @@ class ElasticTrainerMixin(_Base):
             with rollouts.around_step(self, mbs) if mbs.enabled else nullcontext():
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
         metrics, samples = BatchMetrics(self), rows.samples(inputs)
-        rows.prepare(samples, mbs, model)
+        rows.prepare(samples, mbs, model, self._elastic_exchange)
         given = model, prediction_loss_only, ignore_keys
         run = functools.partial(
             mbs.evaluate,
@@ -361,15 +355,12 @@ class ElasticTrainerMixin(_Base):
             outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
             pad=-100,  # as the trainer fills up batches
         )
-        try:
+        with self._elastic_exchange.told(), metrics.undone():
             found = self._elastic_router.around(
                 rows, samples, self._elastic_loss, run, training=False
             )
-        except BaseException:
-            metrics.restore()
-            raise
         losses, logits, labels, counts, notes = found
-        metrics.join(notes)
+        metrics.join(notes, self._elastic_exchange)
         what, device = "join what the pieces have predicted", self.args.device
         return oom.retry(
             what,
@@ -391,7 +382,8 @@ class ElasticTrainerMixin(_Base):
     ) -> Any:
         metrics.restore()
         all_rows = rows.number(piece) == rows.number(whole)
-        with rows.losses_of(piece, whole), self._elastic_router.of_piece(whole=all_rows):
+        router = self._elastic_router.of_piece(whole=all_rows)
+        with rows.losses_of(piece, whole), router, alone(self):
             model, loss_only, ignored = given
             loss, logits, labels = super().prediction_step(
                 model, rows.rows(piece), loss_only, ignored
@@ -417,7 +409,8 @@ class ElasticTrainerMixin(_Base):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the trainer's loop; the monitor stops with it where no training runs."""
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            with self._elastic_exchange:
+                return super().evaluation_loop(*args, **kwargs)
         finally:
             if not self.is_in_train:
                 self.elastic.close()
@@ -432,6 +425,7 @@ class ElasticTrainerMixin(_Base):
         self._elastic_verified = set()
         with ExitStack() as self._elastic_open:
             self._elastic_open.enter_context(self._elastic_checked())
+            self._elastic_open.enter_context(self._elastic_exchange)
             return super()._inner_training_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -455,25 +449,12 @@ class ElasticTrainerMixin(_Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the trainer's files, and beside them the sizes that were learned."""
         super()._save_optimizer_and_scheduler(output_dir)
-        path = self._elastic_state(output_dir)
-        path.parent.mkdir(parents=True, exist_ok=True)  # another rank can be the first
-        path.write_text(json.dumps(self.elastic.state_dict()))
-
-    def _elastic_state(self, checkpoint: str) -> Path:
-        """Return the file of the sizes that this rank has learned."""
-        rank = f".rank{self.args.process_index}" if self._elastic_replicated else ""
-        whole = Path(checkpoint, STATE_NAME)
-        return whole.with_name(f"{whole.stem}{rank}{whole.suffix}")
+        save_sizes(self, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (path := self._elastic_state(checkpoint)).exists():
-            try:
-                self.elastic.load_state_dict(json.loads(path.read_text()))
-            except (UsageError, json.JSONDecodeError) as error:
-                raise UsageError(
-                    f"{path}: {error}. Remove the file to resume without it"
-                ) from error
+        if checkpoint is not None:
+            load_sizes(self, checkpoint)
 
 
 @functools.cache

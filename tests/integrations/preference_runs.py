@@ -127,7 +127,9 @@ def adapted() -> Any:
     return get_peft_model(llama(), config).double()
 
 
-def build(kind: Any, *, elastic: Any = None, adapter: bool = False, **args: Any) -> Any:
+def build(
+    kind: Any, *, elastic: Any = None, adapter: bool = False, samples: int = 16, **args: Any
+) -> Any:
     """Return a DPOTrainer, a RewardTrainer, a KTOTrainer, or one with the runtime in it."""
     ours = issubclass(kind, ElasticTrainerMixin)
     more: dict[str, Any] = {"elastic": quiet() | (elastic or {})} if ours else {}
@@ -138,8 +140,8 @@ def build(kind: Any, *, elastic: Any = None, adapter: bool = False, **args: Any)
     return kind(
         model=adapted() if adapter else judge() if stock is trl.RewardTrainer else llama(),
         args=CONFIGS[stock](**PLAIN | args),
-        train_dataset=data(),
-        eval_dataset=data(12),
+        train_dataset=data(samples),
+        eval_dataset=data(min(samples, 12)),
         processing_class=tokenizer(),
         **more,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -14,47 +13,17 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic_mbs import ElasticMBS
-from stress.ranks.job import run_ranks, server, values
+from stress.ranks.job import run_ranks, values
 from stress.ranks.shards import full
 from tests.helpers.ddp import FailingBackward, caught, failing
 from tests.helpers.steps import mlp, pairs
+from tests.integrations.rank_runs import as_torchrun, trainers_at_hand, worst
 
-pytestmark = [pytest.mark.no_oom_injection]
+pytestmark = [pytest.mark.no_oom_injection, pytest.mark.usefixtures("trainers_at_hand")]
+__all__ = ["trainers_at_hand"]
 
 EXACT = 1e-10
 Left = tuple[list[float], list[Tensor], int]  # losses, weights, failures
-
-
-@pytest.fixture(scope="module", autouse=True)
-def trainers_at_hand() -> None:
-    """Start the server of the ranks with the trainers in it: importing them takes seconds."""
-    packages = ("accelerate", "fabric", "lightning", "transformers")
-    runs = ("lightning_runs", "test_trl", "trainer_runs")
-    server(
-        *(f"elastic_mbs.integrations.{name}" for name in packages),
-        *(f"tests.integrations.{name}" for name in runs),
-    )
-    forkserver.ensure_running()
-
-
-def as_torchrun(rank: int, world: int) -> None:
-    """Set the variables that torchrun sets."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "TORCHELASTIC_RUN_ID": "test",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
-
-
-def worst(mine: list[Tensor], stock: list[Tensor]) -> float:
-    return max(
-        float((a - b).abs().max()) / float(b.abs().max()) for a, b in zip(mine, stock, strict=True)
-    )
 
 
 def compared(stock: Left, elastic: Left) -> tuple[float, float, int]:
@@ -310,22 +279,6 @@ def test_a_trainer_on_several_ranks_trains_and_logs_the_same(
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     kept = {path.name for path in checkpoint.glob("elastic_mbs*")}
     assert kept == {"elastic_mbs.rank0.json", "elastic_mbs.rank1.json"}
-
-
-def gathering(rank: int, world: int, folder: str) -> str:
-    from trl import SFTTrainer
-
-    from elastic_mbs.integrations.transformers import elastic_trainer
-    from tests.integrations.test_trl import sft
-
-    as_torchrun(rank, world)
-    os.chdir(folder)
-    return caught(lambda: sft(elastic_trainer(SFTTrainer)))
-
-
-def test_a_trainer_that_gathers_in_its_steps_is_refused_on_all_ranks(tmp_path: Any) -> None:
-    for found in values(run_ranks(gathering, str(tmp_path))):
-        assert found.startswith("UnsupportedError: SFTTrainer gathers its metrics"), found
 
 
 # ---------------------------------------------------------------------- Lightning

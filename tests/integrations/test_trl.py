@@ -19,7 +19,7 @@ from tests.integrations.trainer_runs import MARKS, ROUNDED, apart, llama
 pytestmark = MARKS
 
 
-def sft(kind: Any, faults: Any = None, **args: Any) -> Any:
+def build(kind: Any, *, elastic: Any = None, samples: int = 16, **args: Any) -> Any:
     words = {f"w{i}": i for i in range(38)} | {"<pad>": 38, "<eos>": 39}
     split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -31,7 +31,7 @@ def sft(kind: Any, faults: Any = None, **args: Any) -> Any:
             "prompt": "w1 w2",
             "completion": " " + " ".join(f"w{(5 * i + k) % 38}" for k in range(1 + 3 * i % 8)),
         }
-        for i in range(16)
+        for i in range(samples)
     ]
     plain = {
         "output_dir": ".",
@@ -49,9 +49,9 @@ def sft(kind: Any, faults: Any = None, **args: Any) -> Any:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    more = {} if kind is SFTTrainer else {"elastic": quiet()}
+    more = {} if kind is SFTTrainer else {"elastic": quiet() | (elastic or {})}
     data = datasets.Dataset.from_list(texts)
-    found = kind(
+    return kind(
         model=llama(),
         args=SFTConfig(**plain | args),
         train_dataset=data,
@@ -59,6 +59,10 @@ def sft(kind: Any, faults: Any = None, **args: Any) -> Any:
         processing_class=tokenizer,
         **more,
     )
+
+
+def sft(kind: Any, faults: Any = None, **args: Any) -> Any:
+    found = build(kind, **args)
     with faults or nullcontext():
         found.train()
         found.evaluate()

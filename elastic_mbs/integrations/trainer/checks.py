@@ -156,18 +156,6 @@ def _check_processes(trainer: Any) -> None:
             "DistributedDataParallel (torchrun) or one process, without DeepSpeed, FSDP and "
             "parallelism_config"
         )
-    if args.world_size > 1:
-        _check_several(trainer)
-
-
-def _check_several(trainer: Any) -> None:
-    """Refuse trainers whose steps gather from all ranks, which pieces do at other times."""
-    for base in type(trainer).__mro__:
-        if base.__module__.partition(".")[0] == "trl":
-            raise UnsupportedError(
-                f"{base.__name__} gathers its metrics from all ranks in every step, and ranks have "
-                "different numbers of pieces: run one process, or use transformers.Trainer"
-            )
 
 
 def _check_packed(trainer: Any, options: Mapping[str, Any]) -> None:

@@ -6,21 +6,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from elastic_mbs.integrations.trl.private import kind_of
+
+# what a trainer asks all ranks by
+_QUESTIONS = ("gather", "gather_for_metrics", "reduce")
+
 
 @contextmanager
-def counting_alone(args: Any) -> Iterator[None]:
-    """Keep the trainer from counting the items of all ranks in a block: it would gather.
+def alone(trainer: Any) -> Iterator[None]:
+    """Keep a trainer from asking the other ranks in a block: they are not in one of theirs.
 
-    Args:
-        args: the trainer's arguments.
+    It counts its own items, and trl's metrics are those of its own values.
     """
-    flags, name = vars(args), "average_tokens_across_devices"
-    before = flags[name]
+    flags, name = vars(trainer.args), "average_tokens_across_devices"
+    before, own = flags[name], vars(trainer.accelerator)
+    several = trainer.args.world_size > 1
+    answers = dict.fromkeys(_QUESTIONS, _own) if several and kind_of(type(trainer)) else {}
+    kept = {question: own[question] for question in answers if question in own}
     flags[name] = False
+    own.update(answers)
     try:
         yield
     finally:
         flags[name] = before
+        for question in answers:
+            del own[question]
+        own.update(kept)
+
+
+def _own(values: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what one process gathers."""
+    return values
 
 
 def share_of_items(items: Any, num_items: Any, ranks: int, *, everywhere: bool) -> float:

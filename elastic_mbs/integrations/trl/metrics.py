@@ -5,10 +5,12 @@ A batch has one entry of each, however it was split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isnan
 from typing import Any
 
+from elastic_mbs.integrations.exchange import Exchange
 from elastic_mbs.integrations.trl import private
 
 _NONE: Mapping[str, float] = {}
@@ -18,7 +20,8 @@ _JOIN = {"min": min, "max": max}
 class Note:
     """The metrics of one piece: values by mode ("train" or "eval") and name, and tokens.
 
-    The values weigh by `weights`, the piece's loss terms by kind.
+    The values weigh by `weights`, the piece's loss terms by kind. `counted` is False if the piece
+    is of a rank whose samples are repeated ones, which trl leaves out of most metrics.
     """
 
     def __init__(
@@ -26,8 +29,20 @@ class Note:
         values: dict[str, dict[str, float]],
         tokens: float,
         weights: Mapping[str, float],
+        *,
+        counted: bool = True,
     ) -> None:
         self.values, self.tokens, self.weights = values, tokens, weights
+        self.counted = counted
+
+
+def _of_all_ranks(notes: Sequence[Note], exchange: Exchange) -> list[Note]:
+    mine = [(note.values, note.tokens, note.weights) for note in notes]
+    return [
+        Note(values, tokens, weights, counted=rank < exchange.counted)
+        for rank, theirs in enumerate(exchange.all(mine))
+        for values, tokens, weights in theirs
+    ]
 
 
 class BatchMetrics:
@@ -55,6 +70,15 @@ class BatchMetrics:
             named.update({name: list(values) for name, values in self._before[mode].items()})
             private.set_tokens(self._trainer, self._tokens)
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put the metrics back to the batch's start where a block ends by an error."""
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+
     def note(self, weights: Mapping[str, float]) -> Note:
         """Return what the attempt has added."""
         new = {
@@ -68,26 +92,36 @@ class BatchMetrics:
         tokens = private.tokens_of(self._trainer) - self._tokens if self.kept else 0
         return Note(new, tokens, weights)
 
-    def join(self, notes: Sequence[Note], known: Mapping[str, float] = _NONE) -> None:
+    def join(
+        self, notes: Sequence[Note], exchange: Exchange, known: Mapping[str, float] = _NONE
+    ) -> None:
         """Add one entry of each metric: the mean over the pieces, or their least or largest.
 
         Args:
-            notes: of the pieces.
+            notes: of the pieces of this rank.
+            exchange: the other ranks, which all come here.
             known: the values of metrics that are none of these.
         """
         self.restore()
+        if self.kept:
+            notes = _of_all_ranks(notes, exchange)
         for mode, named in self._metrics.items():
-            noted = [note for note in notes if note.values[mode] and note.weights[""]]
+            noted = [note for note in notes if note.values[mode]]
             for name in dict.fromkeys(name for note in noted for name in note.values[mode]):
-                there = [note for note in noted if name in note.values[mode]]
+                there = [note for note in noted if self._has(note, name, mode)]
                 value = known.get(name)
-                named[name].append(self._joined(name, mode, there) if value is None else value)
+                if there:
+                    named[name].append(self._joined(name, mode, there) if value is None else value)
             if private.has_margins(self._trainer) and noted:
                 self._add_margins(mode, named)
             if noted and self._counts:
-                tokens = self._tokens + sum(note.tokens for note in notes)
+                tokens = self._tokens + sum(note.tokens for note in notes if note.counted)
                 private.set_tokens(self._trainer, tokens)
                 named["num_tokens"] = [tokens]
+
+    def _has(self, note: Note, name: str, mode: str) -> bool:
+        counted = note.counted or name.startswith(private.everywhere(self._trainer))
+        return counted and name in note.values[mode]
 
     def _joined(self, name: str, mode: str, notes: Sequence[Note]) -> float:
         kind = self._kinds.get(name, "")

@@ -95,6 +95,14 @@ METRICS: dict[str, dict[str, str]] = {
         "clip_ratio/high_max": "max",
     },
 }
+# Metrics, by how their names begin, of all ranks in the last batch of the data, too. The others
+# (`gather_for_metrics`) leave out ranks whose samples have been there before.
+EVERYWHERE: dict[str, tuple[str, ...]] = {
+    "DPOTrainer": ("rewards/", "logps/"),
+    "RewardTrainer": ("min_reward", "mean_reward", "max_reward"),
+    "GRPOTrainer": ("",),
+    "RLOOTrainer": ("",),
+}
 ROUTER_LOSS = "aux_loss"  # the metric of the router's loss, which is none of its pieces
 # A metric of KTO that is the difference of two others.
 MARGINS = ("rewards/margins", "rewards/chosen", "rewards/rejected")
@@ -165,6 +173,11 @@ def metrics_by_kind(trainer: Any) -> dict[str, str]:
     if kind == "GRPOTrainer" and trainer.importance_sampling_level == "token":
         return found | dict.fromkeys(BY_RATIO, TOKENS)
     return found
+
+
+def everywhere(trainer: Any) -> tuple[str, ...]:
+    """Return how the names of metrics begin that count all ranks at the end of the data, too."""
+    return EVERYWHERE.get(kind_of(type(trainer)) or "", ())
 
 
 def counts_tokens(trainer: Any) -> bool:

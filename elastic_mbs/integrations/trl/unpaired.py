@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.errors import UnsupportedError
+from elastic_mbs.integrations.exchange import Exchange
 from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trl import private
 from elastic_mbs.memory import oom
@@ -44,8 +45,8 @@ class Unpaired(Rows):
             private.UNWANTED: float((~wanted).sum()),
         }
 
-    def prepare(self, samples: Any, mbs: ElasticMBS, model: Any) -> None:
-        """Make the estimate of a batch, in pieces without gradients."""
+    def prepare(self, samples: Any, mbs: ElasticMBS, model: Any, exchange: Exchange) -> None:
+        """Make the estimate of a batch, in pieces without gradients: the mean over the ranks."""
         trainer = self._trainer
         if not private.estimates_kl(trainer):
             return
@@ -54,10 +55,13 @@ class Unpaired(Rows):
             ours = private.kl_log_probabilities(trainer, model, piece)
             return ours - private.reference_log_probabilities(trainer, piece)
 
-        found = mbs.evaluate(divergence, samples, outputs="device")
-        self._estimate = oom.retry(
-            "take the mean of the KL divergence", found.mean, (found.device,)
-        )
+        what, devices = "take the mean of the KL divergence", (trainer.args.device,)
+        with exchange.told():
+            found = mbs.evaluate(divergence, samples, outputs="device")
+            estimate = oom.retry(what, found.mean, devices)
+            mine = oom.retry(what, estimate.item, devices)
+        means = exchange.all(mine)[: exchange.counted]
+        self._estimate = estimate.fill_(sum(means) / len(means))
 
     @contextmanager
     def losses_of(self, piece: Any, whole: Any) -> Iterator[None]:
