@@ -459,6 +459,13 @@ def _different(asked: Sequence[_Ask]) -> MisuseError:
 def _check_collectives(units: Sequence[FSDPModule]) -> None:
     """Refuse units whose collectives are not the usual ones: lock-step puts its own in place."""
     for unit in units:
+        method = next(iter(torch_private.forward_methods(unit)), None)
+        if method is not None:
+            raise UnsupportedError(
+                f"{method} of {type(unit).__name__} is registered by "
+                "register_fsdp_forward_method, and mode='lockstep' meets in forward alone: leave "
+                "that out, or use mode='local'"
+            )
         for kind in torch_private.collectives_of(unit):
             if not (issubclass(kind, _Collective) or kind.__name__.startswith("Default")):
                 raise UnsupportedError(

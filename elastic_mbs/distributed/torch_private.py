@@ -173,6 +173,19 @@ def forward_methods(unit: FSDPModule) -> list[str]:
     ]
 
 
+def silence_methods(
+    unit: FSDPModule, before: Callable[..., object], after: Callable[..., object]
+) -> None:
+    """Have the methods that `register_fsdp_forward_method` has wrapped call these around them."""
+    vars(_state_of(unit)).update(_pre_forward=before, _post_forward=after)
+
+
+def unsilence_methods(unit: FSDPModule) -> None:
+    """Undo `silence_methods`. Can be repeated."""
+    for name in ("_pre_forward", "_post_forward"):
+        vars(_state_of(unit)).pop(name, None)
+
+
 def _code_name(value: object) -> str:
     code = getattr(getattr(value, "__func__", None), "__code__", None)
     return str(getattr(code, "co_qualname", ""))

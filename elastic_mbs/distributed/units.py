@@ -64,12 +64,6 @@ def _reasons(roots: Sequence[nn.Module], units: Sequence[FSDPModule]) -> Iterato
         )
     for unit in units:
         name = type(unit).__name__
-        methods = torch_private.forward_methods(unit)
-        if methods:
-            yield (
-                f"{methods[0]} of {name} is registered by register_fsdp_forward_method, so it "
-                "gathers by itself in every call: leave that out, parameters are whole in loss_fn"
-            )
         setting = torch_private.sums_of_its_own(unit)
         if setting:
             yield (
@@ -174,11 +168,12 @@ class _Swap(NamedTuple):
 class QuietUnits:
     """A block in which the forward hooks of units cast tensors, and do nothing else.
 
-    No collective runs, and no state of `fully_shard` is left half-way by an error. `__exit__` can
-    be repeated.
+    The same holds of methods that `register_fsdp_forward_method` has wrapped. No collective runs,
+    and no state of `fully_shard` is left half-way by an error. `__exit__` can be repeated.
     """
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
+        self._units = units
         self._swaps = list(_swaps(units))
 
     def __enter__(self) -> None:
@@ -189,11 +184,17 @@ class QuietUnits:
                     "make it when the model is complete"
                 )
             hooks[key] = quiet
+        for unit in self._units:
+            policy = torch_private.precision_of(unit)
+            casts = partial(_cast_inputs, policy), partial(_cast_outputs, policy)
+            torch_private.silence_methods(unit, *casts)
 
     def __exit__(self, *error: object) -> None:
         for hooks, key, loud, quiet in self._swaps:
             if hooks.get(key) is quiet:
                 hooks[key] = loud
+        for unit in self._units:
+            torch_private.unsilence_methods(unit)
 
 
 def _swaps(units: Sequence[FSDPModule]) -> Iterator[_Swap]:
@@ -216,16 +217,16 @@ def _cast_inputs(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> tuple[Any, Any] | None:
+) -> tuple[Any, Any]:
     if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return None
+        return args, kwargs
     cast = partial(_cast, policy.param_dtype)
     return map_tensors(args, cast), map_tensors(kwargs, cast)
 
 
 def _cast_outputs(policy: MixedPrecisionPolicy, module: nn.Module, args: Any, output: Any) -> Any:
     if policy.output_dtype is None:
-        return None
+        return output
     return map_tensors(output, partial(_cast, policy.output_dtype))
 
 

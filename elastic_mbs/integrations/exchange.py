@@ -27,7 +27,7 @@ class Exchange:
 
     Args:
         trainer: the trainer.
-        gathers: its loss gathers from all ranks. A trainer that does not exchanges nothing.
+        gathers: its loss gathers from all ranks, and is run in pieces. Others exchange nothing.
         options: how long a rank waits for the others.
     """
 
@@ -41,8 +41,7 @@ class Exchange:
 
     @property
     def _needed(self) -> bool:
-        trainer = self._trainer
-        return bool(self._gathers and trainer.args.world_size > 1 and trainer.elastic.enabled)
+        return bool(self._gathers and self._trainer.args.world_size > 1)
 
     def __enter__(self) -> Self:
         """Meet the other ranks, before memory is short."""

@@ -18,20 +18,19 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from elastic_mbs.distributed.wrappers import wrappers_in
 from elastic_mbs.engine.micro_batch import MicroBatch
 from elastic_mbs.errors import CountError, RecoveryError, UnsupportedError, UsageError
 from elastic_mbs.events import logger
 from elastic_mbs.integrations.exchange import Exchange
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.rows import Rows, ctc_reduction, labels_in
+from elastic_mbs.integrations.trainer import ranks
 from elastic_mbs.integrations.trainer.checkpoint import load_sizes, save_sizes
 from elastic_mbs.integrations.trainer.checks import check_class, check_losses, check_trainer
 from elastic_mbs.integrations.trainer.completions import loss_of_completions
 from elastic_mbs.integrations.trainer.options import OWN, TrainerOptions, checked, guard
 from elastic_mbs.integrations.trainer.packed import Packed, makes_one_row
 from elastic_mbs.integrations.trainer.predictions import joined, mean_loss
-from elastic_mbs.integrations.trainer.ranks import alone, share_of_counts, share_of_items
 from elastic_mbs.integrations.trainer.router import Router
 from elastic_mbs.integrations.trl import rollouts
 from elastic_mbs.integrations.trl.kinds import rows_of
@@ -66,8 +65,8 @@ class ElasticTrainerMixin(_Base):
 
     Raises:
         UsageError: an option makes no sense, or the loss of a batch is not made up of its pieces'.
-        UnsupportedError: its batches cannot be cut and replayed: FSDP, DeepSpeed, DataParallel,
-            and the like.
+        UnsupportedError: its batches cannot be cut and replayed: FSDP in its first version,
+            DeepSpeed, DataParallel, and the like.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -78,10 +77,11 @@ class ElasticTrainerMixin(_Base):
 
     def __init__(self, *args: Any, elastic: TrainerOptions | None = None, **kwargs: Any) -> None:
         self._elastic_options = checked({} if elastic is None else elastic)
-        # a model, whether its pieces are weighed here, and its runtime
-        self._elastic_of: tuple[object, bool, ElasticMBS] | None = None
+        # a model, whether it is spread and its pieces are weighed here, and its runtime
+        self._elastic_of: tuple[tuple[Any, bool, bool], ElasticMBS] | None = None
         self._elastic_router = Router(self)
-        gathers, waits = bool(kind_of(type(self))), self._elastic_options.get("distributed")
+        gathers = self._elastic_options.get("enabled", True) and bool(kind_of(type(self)))
+        waits = self._elastic_options.get("distributed")
         self._elastic_exchange = Exchange(self, waits, gathers=gathers)
         self._elastic_verified = set[bool]()
         self._elastic_open: ExitStack | None = None  # of runtimes, while training runs
@@ -93,23 +93,22 @@ class ElasticTrainerMixin(_Base):
         """The runtime, for its `stats`, `last_result`, `plan` and the like.
 
         Another model (`model_init`) gets another one, and so does the model in
-        DistributedDataParallel, where training begins on all ranks.
+        DistributedDataParallel or sharded by FSDP2, where training begins on all ranks.
         """
-        model: Any = self.model_wrapped if wrappers_in([self.model_wrapped]) else self.model
-        known, weighed = self._elastic_of, self._elastic_weighed
-        if known is None or known[0] is not model or known[1] is not weighed:
+        known, key = self._elastic_of, (*ranks.prepared(self), self._elastic_weighed)
+        if known is None or known[0] != key:
             options = {
                 name: value for name, value in self._elastic_options.items() if name not in OWN
             } | {"count": self._elastic_count}
             length = self._elastic_rows.length
             if options.get("pieces") == "by_length" and length is not None:
                 options.setdefault("length", length)
-            options |= {"reduction": "sum"} if weighed else {}
-            runtime = ElasticMBS(model, **options, scaler=self.accelerator.scaler, outputs=None)
-            known = self._elastic_of = model, weighed, runtime
+            options |= {"reduction": "sum"} if self._elastic_weighed else {}
+            runtime = ElasticMBS(key[0], **options, scaler=self.accelerator.scaler, outputs=None)
+            known = self._elastic_of = key, runtime
             if self._elastic_open is not None:
                 self._elastic_open.enter_context(runtime)
-        return known[2]
+        return known[1]
 
     @property
     def _elastic_weighed(self) -> bool:
@@ -199,7 +198,7 @@ class ElasticTrainerMixin(_Base):
         """
         rows, router, share = self._elastic_rows, self._elastic_router, 1.0
         inputs, everywhere = rows.rows(micro.data), self.args.average_tokens_across_devices
-        with alone(self):
+        with ranks.alone(self):
             items = (
                 None
                 if num_items is None
@@ -258,11 +257,11 @@ class ElasticTrainerMixin(_Base):
         self, piece: Any, items: Any, num_items: Any, samples: Any, everywhere: bool
     ) -> float:
         """Return the weight of a piece's loss in the step's, as the trainer and DDP weigh it."""
-        ranks = self.args.world_size
+        world = self.args.world_size
         if num_items is not None and "count" not in self._elastic_options:
-            return share_of_items(items, num_items, ranks, everywhere=everywhere)
+            return ranks.share_of_items(items, num_items, world, everywhere=everywhere)
         count, own = (self._elastic_count(each).sum() for each in (piece, samples))
-        return share_of_counts(count, own, self._elastic_steps, ranks)
+        return ranks.share_of_counts(count, own, self._elastic_steps, world)
 
     def _elastic_count(self, samples: Any) -> Tensor:
         """Return the number of loss terms of each sample."""
@@ -293,6 +292,8 @@ class ElasticTrainerMixin(_Base):
             or self._elastic_rows.number(samples) < 2
         ):
             return
+        if ranks.is_sharded(self):  # a comparison gathers, so no rank makes another one later
+            self._elastic_verified = {False, True}
         metrics = BatchMetrics(self)
         self.model.train()  # as the trainer's step begins: state can move in training alone
         try:
@@ -316,7 +317,7 @@ class ElasticTrainerMixin(_Base):
     def _elastic_loss(self, piece: Any) -> Tensor:
         """Return the loss of a piece."""
         inputs = self._elastic_rows.rows(piece)
-        with torch.no_grad(), self.compute_loss_context_manager(), alone(self):
+        with torch.no_grad(), self.compute_loss_context_manager(), ranks.alone(self):
             items = self._get_num_items_in_batch([inputs], self.args.device)
             loss: Tensor = self.compute_loss(
                 self.model, self._prepare_inputs(inputs), num_items_in_batch=items
@@ -383,7 +384,7 @@ class ElasticTrainerMixin(_Base):
         metrics.restore()
         all_rows = rows.number(piece) == rows.number(whole)
         router = self._elastic_router.of_piece(whole=all_rows)
-        with rows.losses_of(piece, whole), router, alone(self):
+        with rows.losses_of(piece, whole), router, ranks.alone(self):
             model, loss_only, ignored = given
             loss, logits, labels = super().prediction_step(
                 model, rows.rows(piece), loss_only, ignored
@@ -424,7 +425,11 @@ class ElasticTrainerMixin(_Base):
         """
         self._elastic_verified = set()
         with ExitStack() as self._elastic_open:
-            self._elastic_open.enter_context(self._elastic_checked())
+            self._elastic_checked()
+            if ranks.waits_for_shards(self):
+                self._elastic_of = None  # it would keep the parameters whole
+            else:
+                self._elastic_open.enter_context(self.elastic)
             self._elastic_open.enter_context(self._elastic_exchange)
             return super()._inner_training_loop(*args, **kwargs)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from elastic_mbs import DistributedOptions, ElasticMBS, GradientOptions, MemoryOptions
 from stress.ranks.job import run_ranks, values
@@ -163,6 +163,9 @@ def refused(rank: int, world: int) -> list[str]:
     custom = Net()
     fully_shard(custom)
     custom.set_custom_all_gather(object())  # type: ignore[operator]
+    gathers = sharded(Net())
+    vars(gathers)["generate"] = gathers.forward
+    register_fsdp_forward_method(gathers, "generate")
     model = Net().double()
     mbs = ElasticMBS(sharded(model), distributed=IN_STEP)
     found = [
@@ -171,6 +174,7 @@ def refused(rank: int, world: int) -> list[str]:
         made(gradients=GradientOptions(accumulate_dtype=torch.float64)),
         caught(lambda: ElasticMBS(replicated, distributed=IN_STEP)),
         caught(lambda: ElasticMBS(custom, distributed=IN_STEP)),
+        caught(lambda: ElasticMBS(gathers, distributed=IN_STEP)),
         caught(lambda: mbs.verify(lambda x: square(model(x)), data(rank, 0))),
     ]
     del FSDPModule.reset_iter_state  # as before torch 2.13
@@ -179,7 +183,7 @@ def refused(rank: int, world: int) -> list[str]:
 
 def test_what_lock_step_does_not_do_is_refused_by_name() -> None:
     for found in values(run_ranks(refused)):
-        *options, replicas, own, verify, older = found
+        *options, replicas, own, method, verify, older = found
         names = "scaler=", "GradientOptions(verify='error')", "GradientOptions(accumulate_dtype=)"
         for error, name in zip(options, names, strict=True):
             assert (
@@ -188,5 +192,6 @@ def test_what_lock_step_does_not_do_is_refused_by_name() -> None:
             )
         assert "mode='lockstep' is for one mesh of one dimension" in replicas
         assert "has collectives of its own (object)" in own
+        assert "generate of FSDPNet is registered by register_fsdp_forward_method" in method
         assert verify.startswith("UnsupportedError: verify() runs on one rank")
         assert older.startswith("UnsupportedError: mode='lockstep' needs torch 2.13")

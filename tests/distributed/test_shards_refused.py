@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -29,14 +29,6 @@ TIMEOUT = DistributedOptions(timeout=20)
 
 def small() -> nn.Module:
     return sharded(Net().double())
-
-
-def with_method() -> nn.Module:
-    model = Net()
-    model.generate = model.forward  # type: ignore[assignment]
-    fully_shard(model)
-    register_fsdp_forward_method(model, "generate")
-    return model
 
 
 def with_hook() -> nn.Module:
@@ -116,7 +108,6 @@ def plain_beside() -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a method that gathers": (with_method, "generate of FSDPNet is registered by register_fsdp_"),
     "a hook on sums": (with_hook, "set_all_reduce_hook of FSDPNet"),
     "a factor of sums": (with_factor, "set_gradient_divide_factor of FSDPNet"),
     "SyncBatchNorm": (synchronised, "1 is a SyncBatchNorm"),

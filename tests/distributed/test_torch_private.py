@@ -144,6 +144,12 @@ def units(rank: int, world: int) -> None:
     assert torch_private.forward_methods(unit) == []
     register_fsdp_forward_method(plain, "generate")
     assert torch_private.forward_methods(unit) == ["generate"]
+    method = plain.generate
+    torch_private.silence_methods(unit, lambda module, *given: given, lambda *given: "silent")
+    assert method(torch.zeros(1, 2)) == "silent"
+    for _ in range(2):
+        torch_private.unsilence_methods(unit)
+    assert method(torch.zeros(1, 2)).shape == (1, 2)
     assert not torch_private.gathers_by_itself(torch.zeros(2))
 
 

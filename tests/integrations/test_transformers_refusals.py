@@ -138,12 +138,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "DeepSpeed": (
         lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.DEEPSPEED),
         UnsupportedError,
-        "one process",
-    ),
-    "FSDP": (
-        lambda made: setattr(made.accelerator.state, "distributed_type", DistributedType.FSDP),
-        UnsupportedError,
-        "without DeepSpeed, FSDP",
+        "FSDP in its second version, or one process, without DeepSpeed",
     ),
     "sagemaker": (
         lambda made: setattr(made.args, "mode", ParallelMode.SAGEMAKER_MODEL_PARALLEL),

@@ -15,6 +15,7 @@ from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.frameworks import TRL
 from elastic_mbs.integrations.rows import ctc_reduction
 from elastic_mbs.integrations.trainer.packed import makes_one_row
+from elastic_mbs.integrations.trainer.ranks import check_sharding
 from elastic_mbs.integrations.trainer.router import check_router
 from elastic_mbs.integrations.trl.kinds import check_kind
 from elastic_mbs.integrations.trl.private import SUPPORTED, kind_of
@@ -26,6 +27,7 @@ _SERVED = (
     DistributedType.NO,
     DistributedType.MULTI_CPU,
     DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
     ParallelMode.NOT_PARALLEL,
     ParallelMode.DISTRIBUTED,
     None,
@@ -153,9 +155,10 @@ def _check_processes(trainer: Any) -> None:
         raise UnsupportedError(
             f"distributed training ({getattr(spread[0], 'value', type(spread[0]).__name__)}) is "
             "not supported, because a replay in one process would leave the others waiting: use "
-            "DistributedDataParallel (torchrun) or one process, without DeepSpeed, FSDP and "
-            "parallelism_config"
+            "DistributedDataParallel (torchrun), FSDP in its second version, or one process, "
+            "without DeepSpeed and parallelism_config"
         )
+    check_sharding(accelerator)
 
 
 def _check_packed(trainer: Any, options: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A trainer's piece on one of several ranks: its weight, and no exchange with the others."""
+"""A trainer on one of several ranks: its model, and a piece's weight in the step of all ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,51 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate.utils import DistributedType
+
+from elastic_mbs.distributed.peers import is_spread
+from elastic_mbs.distributed.wrappers import wrappers_in
+from elastic_mbs.errors import UnsupportedError
 from elastic_mbs.integrations.trl.private import kind_of
 
 # what a trainer asks all ranks by
 _QUESTIONS = ("gather", "gather_for_metrics", "reduce")
+
+
+def prepared(trainer: Any) -> tuple[Any, bool]:
+    """Return the model that a trainer trains, and whether it is spread over ranks by now."""
+    spread = is_spread([trainer.model_wrapped])
+    return trainer.model_wrapped if spread else trainer.model, spread
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Return whether the model is sharded by `fully_shard` by now."""
+    model, spread = prepared(trainer)
+    return spread and not wrappers_in([model])
+
+
+def waits_for_shards(trainer: Any) -> bool:
+    """Return whether training is to begin with sharding the model."""
+    sharding: bool = trainer.is_fsdp_enabled
+    return sharding and not prepared(trainer)[1]
+
+
+def check_sharding(accelerator: Any) -> None:
+    """Refuse FSDP in a way that is not known."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return
+    if not accelerator.is_fsdp2:
+        raise UnsupportedError(
+            "the Trainer shards the model by FullyShardedDataParallel, whose collectives a replay "
+            "could not repeat: use its second version, TrainingArguments(fsdp=True, "
+            "fsdp_config={'fsdp_version': 2}), or fsdp_version: 2 in the file of `accelerate "
+            "config`"
+        )
+    if accelerator.scaler is not None:
+        raise UnsupportedError(
+            "fp16=True with FSDP scales losses, and the scaler would make collectives where a rank "
+            "may fail alone: use bf16=True"
+        )
 
 
 @contextmanager
@@ -42,8 +83,8 @@ def _own(values: Any, *args: Any, **kwargs: Any) -> Any:
 def share_of_items(items: Any, num_items: Any, ranks: int, *, everywhere: bool) -> float:
     """Return the weight of a piece's loss in the sum over the ranks, where items are counted.
 
-    DDP takes the mean over the ranks. Where the items of all ranks were counted, the trainer
-    multiplies the loss by their number.
+    DDP and FSDP take the mean over the ranks. Where the items of all ranks were counted, the
+    trainer multiplies the loss by their number.
 
     Args:
         items: of the piece.
