@@ -334,8 +334,9 @@ class _Trial:
         ended = [event for event in events if isinstance(event, CallDone | CallFailed)]
         done = [event for event in ended if isinstance(event, CallDone)]
         trained = [event for event in done if event.mode == "train"]
-        # The error comes in the place of the event.
+        # The error comes in the place of the event. Another can end a recovery before its event.
         told = len(failures) + out.errors["ReplayUnsafeError"]
+        untold = sum(event.ooms for event in ended) - told
         sums = {
             "finished calls": (len(trained), stats.calls, results["calls"]),
             "samples": (stats.samples, results["samples"]),
@@ -349,10 +350,13 @@ class _Trial:
                 results["replayed"],
             ),
             "out-of-memory errors in stats": (stats.ooms, sum(event.ooms for event in done)),
-            "out-of-memory events": (sum(event.ooms for event in ended), told),
         }
         for what, numbers in sums.items():
             demand(len(set(numbers)) == 1, f"{what} do not add up: {numbers}")
+        demand(
+            0 <= untold <= out.errors["AlienError"],
+            f"{told} out-of-memory events, and {untold} more errors were counted",
+        )
 
     def _check_alive(self) -> None:
         real = self.real

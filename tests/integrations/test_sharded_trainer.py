@@ -19,7 +19,8 @@ from torch import Tensor
 from elastic_mbs.testing import InjectOOM
 from stress.ranks.job import run_ranks, values
 from tests.helpers.ddp import caught
-from tests.integrations.test_several_ranks import EXACT, as_torchrun, trainers_at_hand, whole
+from tests.integrations.rank_runs import as_torchrun, trainers_at_hand
+from tests.integrations.test_several_ranks import EXACT, whole
 
 __all__ = ["trainers_at_hand"]  # a fixture
 

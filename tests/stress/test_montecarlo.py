@@ -67,6 +67,12 @@ def test_what_is_no_case_is_refused_in_one_line(
     assert "--case" in told
 
 
+@pytest.mark.parametrize("at", [0.34, 0.42, 0.5])
+def test_another_error_that_ends_a_recovery_may_keep_it_from_being_told(at: float) -> None:
+    faults = [{"step": 1, "at": 0.28}, {"step": 1, "at": at, "error": "alien"}]
+    assert run("--case", json.dumps({"layers": ["batchnorm"], "samples": 1, "faults": faults})) == 0
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_trains_exactly_with_and_without_faults(name: str) -> None:
     size = 2 if name == "batchnorm" else 1
