@@ -104,7 +104,8 @@ class ElasticTrainerMixin(_Base):
             if options.get("pieces") == "by_length" and length is not None:
                 options.setdefault("length", length)
             options |= {"reduction": "sum"} if self._elastic_weighed else {}
-            runtime = ElasticMBS(key[0], **options, scaler=self.accelerator.scaler, outputs=None)
+            modules, scaler = ranks.modules_of(self), self.accelerator.scaler
+            runtime = ElasticMBS(modules, **options, scaler=scaler, outputs=None)
             known = self._elastic_of = key, runtime
             if self._elastic_open is not None:
                 self._elastic_open.enter_context(runtime)

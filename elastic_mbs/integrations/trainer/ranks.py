@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from elastic_mbs.distributed.peers import is_spread
 from elastic_mbs.distributed.wrappers import wrappers_in
 from elastic_mbs.errors import UnsupportedError
-from elastic_mbs.integrations.trl.private import kind_of
+from elastic_mbs.integrations.trl import private
 
 # what a trainer asks all ranks by
 _QUESTIONS = ("gather", "gather_for_metrics", "reduce")
@@ -27,6 +27,16 @@ def is_sharded(trainer: Any) -> bool:
     """Return whether the model is sharded by `fully_shard` by now."""
     model, spread = prepared(trainer)
     return spread and not wrappers_in([model])
+
+
+def modules_of(trainer: Any) -> list[Any]:
+    """Return the modules for a runtime: the model, and one to compare with that is sharded, too.
+
+    Both gather their parameters, so a piece must not.
+    """
+    model, reference = prepared(trainer)[0], private.reference_of(trainer)
+    both = reference is not None and is_sharded(trainer) and is_spread([reference])
+    return [model, reference] if both else [model]
 
 
 def waits_for_shards(trainer: Any) -> bool:
@@ -62,7 +72,7 @@ def alone(trainer: Any) -> Iterator[None]:
     flags, name = vars(trainer.args), "average_tokens_across_devices"
     before, own = flags[name], vars(trainer.accelerator)
     several = trainer.args.world_size > 1
-    answers = dict.fromkeys(_QUESTIONS, _own) if several and kind_of(type(trainer)) else {}
+    answers = dict.fromkeys(_QUESTIONS, _own) if several and private.kind_of(type(trainer)) else {}
     kept = {question: own[question] for question in answers if question in own}
     flags[name] = False
     own.update(answers)

@@ -242,12 +242,18 @@ def kl_log_probabilities(trainer: Any, model: Any, batch: Any) -> Any:
     return getattr(trainer, _KL)(model, batch)
 
 
+def reference_of(trainer: Any) -> Any:
+    """Return the module with which a trainer compares its model, or None."""
+    return getattr(trainer, "ref_model", None)
+
+
 def reference_log_probabilities(trainer: Any, batch: Any) -> Any:
     """Return the log-probabilities that the reference gives mismatched completions."""
     if trainer.precompute_ref_logps:
         return batch["ref_KL_logps"]
-    if trainer.ref_model is not None:
-        return kl_log_probabilities(trainer, trainer.ref_model, batch)
+    reference = reference_of(trainer)
+    if reference is not None:
+        return kl_log_probabilities(trainer, reference, batch)
     from trl.trainer.utils import use_adapter  # only a trainer of trl comes here
 
     # the model with the adapter as it began, where trl keeps that one, or without any
