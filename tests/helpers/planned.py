@@ -16,7 +16,7 @@ Subject = tuple[nn.Module, Callable[[Any], Tensor], tuple[Tensor, Tensor]]
 
 
 def mlp(samples: int) -> Subject:
-    hidden = [layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    hidden = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), *hidden, nn.Linear(128, 10))
     rows = torch.randn(samples, 32, 64), torch.randint(0, 10, (samples, 32))
     return model, lambda b: F.cross_entropy(model(b[0]).flatten(0, 1), b[1].flatten()), rows
@@ -39,7 +39,7 @@ def cnn(samples: int) -> Subject:
 
 
 def gpt(samples: int, *, checkpointed: bool = False) -> Subject:
-    model = GPT(GPTConfig(vocabulary=64, context=32, width=64, heads=2, layers=3))
+    model = GPT(GPTConfig(vocabulary=64, context=32, width=64, heads=2, layers=2))
     for block in model.blocks if checkpointed else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     rows = torch.randint(0, 64, (2, samples, 32))
@@ -71,11 +71,11 @@ def recurrent(
 
 def lstm(samples: int) -> Subject:
     # oneDNN has no LSTM for float64, so torch runs plain operations
-    return recurrent(samples, nn.LSTM(32, 64, 2, batch_first=True), 12, torch.float64)
+    return recurrent(samples, nn.LSTM(32, 64, 2, batch_first=True), 6, torch.float64)
 
 
 def gru(samples: int) -> Subject:
-    return recurrent(samples, nn.GRU(32, 64, 2, batch_first=True), 8)
+    return recurrent(samples, nn.GRU(32, 64, 2, batch_first=True), 5)
 
 
 def autoencoder(samples: int) -> Subject:

@@ -66,9 +66,9 @@ def test_out_of_memory_anywhere_leaves_a_whole_step_or_none(
     # not about memory, but they leave a step half made all the same.
     harness = InjectOOM if allocates_nothing else Everywhere
     patterns = [
-        (3, lambda at: harness(at=[at])),
-        (7, lambda at: harness(at=[at, at + 3])),
-        (7, lambda at: harness(always_from=at)),
+        (5, lambda at: harness(at=[at])),
+        (11, lambda at: harness(at=[at, at + 3])),
+        (11, lambda at: harness(always_from=at)),
     ]
     points = 0
     for stride, make in patterns:
@@ -84,7 +84,7 @@ def test_out_of_memory_anywhere_leaves_a_whole_step_or_none(
             world.update()
             points += bool(inject.hits)
             assert same(world.values(), wanted), inject.hits
-            if stride == 3 and number % 5 == 0:
+            if stride == 5 and number % 3 == 0:
                 world.backward()
                 world.guarded()
                 world.update()
@@ -115,7 +115,7 @@ def test_an_error_at_any_operation_leaves_a_whole_step_or_none(
     wanted, passed = stepped(World("AdamW", "foreach")), 0
     for gap in (1, 2, 3, 5) if second is not None else (0,):
         errors = [first] if second is None else [first, second]
-        for inject in until_clean(partial(at_two, gap, errors), stride=2 if second is None else 7):
+        for inject in until_clean(partial(at_two, gap, errors), stride=3 if second is None else 13):
             world = World("AdamW", "foreach")
             before = world.values()
             try:
@@ -149,7 +149,7 @@ def test_an_error_at_any_line_of_the_guard_leaves_a_whole_step_or_none(
     wanted = stepped(World("AdamW", implementation, scaled=scaled))
     for strike in until_clean(
         lambda n: AtLine(n, "optimizer/guarded_step.py", error=error, spared=spared),
-        stride=3,
+        stride=7,
         least=70,
     ):
         world, hooks = World("AdamW", implementation, scaled=scaled), list[str]()

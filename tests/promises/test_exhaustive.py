@@ -222,7 +222,7 @@ def test_a_wrong_outcome_and_an_unexpected_error_have_own_exit_codes(
 
     with monkeypatch.context() as patch:
         patch.setattr(CallGradients, "left_by", lambda self, attempt, **how: Left())
-        assert main(["stress", "exhaustive", "mlp", *GUARDED, "--stride", "8"]) == 3
+        assert main(["stress", "exhaustive", "mlp", *GUARDED, "--stride", "40"]) == 3
     assert "wrong: gradient off by" in capsys.readouterr().out
     monkeypatch.setattr(Sweep, "operations", unexpected)
     assert main(["stress", "exhaustive", "mlp", "--dimension", "operations"]) == 4

@@ -86,7 +86,7 @@ def step_of(kind: str, *, given: bool) -> Step:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_first_batch_makes_goes_back(kind: str, call: int, *, given: bool) -> None:
     batch = pairs(8)
-    for inject in every_operation(stride=4, least=10):
+    for inject in every_operation(stride=7, least=10):
         step, twin = step_of(kind, given=given), step_of(kind, given=given)
         mbs = elastic(step.model, micro_batch_size=4, min_micro_batch_size=2)
         for _ in range(call - 1):

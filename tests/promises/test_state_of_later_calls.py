@@ -166,7 +166,7 @@ def check(
 def test_state_of_a_module_that_is_new_in_a_later_call_is_put_back(
     way: str, metric: str, door: int
 ) -> None:
-    for inject in every_operation(stride=4, least=6):
+    for inject in every_operation(stride=7, least=6):
         check(WAYS[way](METRICS[metric]), WAYS[way](METRICS[metric]), inject, door, calls=2)
 
 
@@ -245,7 +245,7 @@ def noting() -> tuple[nn.Module, Callable[[Any], Tensor]]:
 
 def test_a_list_that_each_piece_fills_and_empties_is_empty_after_a_failure() -> None:
     batch = pairs(8)
-    for inject in every_operation(least=20):
+    for inject in every_operation(stride=3, least=20):
         (model, loss_fn), (twin, its) = noting(), noting()
         mbs = elastic(model, micro_batch_size=4, min_micro_batch_size=2)
         mbs.backward(loss_fn, batch)
@@ -283,7 +283,7 @@ def test_a_flag_that_each_piece_raises_and_lowers_is_lowered_after_a_failure(
     *, given: bool, late: bool
 ) -> None:
     batch = pairs(8)
-    for inject in every_operation(stride=2, least=15):
+    for inject in every_operation(stride=5, least=15):
         layer, head = Reentrant(), mlp()
         model = nn.Sequential(layer, *head) if given else head
 

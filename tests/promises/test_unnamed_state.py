@@ -228,7 +228,7 @@ def test_state_is_as_if_the_failed_attempt_had_not_been_made(
     kind: str, call: int, door: int
 ) -> None:
     batch = pairs(8)
-    for inject in every_operation(stride=4, least=10):
+    for inject in every_operation(stride=7, least=10):
         step, twin = KINDS[kind](), KINDS[kind]()
         mbs = elastic(step.model, micro_batch_size=4, min_micro_batch_size=2)
         for _ in range(call - 1):
