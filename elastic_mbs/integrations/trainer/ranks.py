@@ -9,7 +9,7 @@ from typing import Any
 from elastic_mbs.integrations.trl.private import kind_of
 
 # what a trainer asks all ranks by
-_QUESTIONS = ("gather", "gather_for_metrics", "reduce")
+QUESTIONS = ("gather", "gather_for_metrics", "reduce")
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def alone(trainer: Any) -> Iterator[None]:
     flags, name = vars(trainer.args), "average_tokens_across_devices"
     before, own = flags[name], vars(trainer.accelerator)
     several = trainer.args.world_size > 1
-    answers = dict.fromkeys(_QUESTIONS, _own) if several and kind_of(type(trainer)) else {}
+    answers = dict.fromkeys(QUESTIONS, _own) if several and kind_of(type(trainer)) else {}
     kept = {question: own[question] for question in answers if question in own}
     flags[name] = False
     own.update(answers)
