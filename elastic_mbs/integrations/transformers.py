@@ -66,7 +66,7 @@ class ElasticTrainerMixin(_Base):
 
     Raises:
         UsageError: an option makes no sense, or the loss of a batch is not made up of its pieces'.
-        UnsupportedError: its batches cannot be cut and replayed: FSDP, DeepSpeed, DataParallel
+        UnsupportedError: its batches cannot be cut and replayed: FSDP, DeepSpeed, DataParallel,
             and the like.
     """
 
