@@ -64,7 +64,7 @@ class Exchange:
 
     @property
     def counted(self) -> int:
-        """How many ranks `gather_for_metrics` counts in this batch, from the first on.
+        """The number of ranks, from the first on, that `gather_for_metrics` counts in this batch.
 
         The last batch of the data is filled up with samples that have been there before.
         """
@@ -88,7 +88,10 @@ class Exchange:
         control, words = self._connected(), json.dumps(mine).encode()
         rows = control.meet(Place.NOTES, [len(words)])
         if any(row.failed for row in rows):
-            raise PeerError(f"another rank could not finish this batch: {control.errors(None)}")
+            raise PeerError(
+                "another rank could not finish this batch, so all ranks have undone it and may go "
+                f"on: {control.errors(None)}"
+            )
         longest = max(int(row.values[0]) for row in rows)
         found = [bytearray(longest) for _ in rows]
         own, *everyone = (

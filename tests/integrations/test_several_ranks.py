@@ -281,6 +281,31 @@ def test_a_trainer_on_several_ranks_trains_and_logs_the_same(
     assert kept == {"elastic_mbs.rank0.json", "elastic_mbs.rank1.json"}
 
 
+def gathering(rank: int, world: int, folder: str) -> tuple[str, str]:
+    """Return the errors of trainers that ask the other ranks in their losses."""
+    import transformers
+
+    from elastic_mbs.integrations.transformers import elastic_trainer
+    from tests.integrations.trainer_runs import KINDS, rows, trainer
+
+    class Noting(transformers.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.accelerator.gather_for_metrics(torch.ones(()))
+            return super().compute_loss(*args, **kwargs)
+
+    as_torchrun(rank, world)
+    os.chdir(folder)
+    model, labels, options = KINDS["uncounted"]
+    mine = trainer(elastic_trainer(Noting), model(), rows(labels), elastic={}, **options)
+    return caught(mine.train), caught(lambda: mine.evaluate(rows(labels)))
+
+
+def test_a_loss_that_asks_the_other_ranks_is_refused_on_all_of_them(tmp_path: Any) -> None:
+    for found in values(run_ranks(gathering, str(tmp_path))):
+        for error in found:
+            assert error.startswith("UnsupportedError: a loss asks the other ranks"), error
+
+
 # ---------------------------------------------------------------------- Lightning
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import trl
 
+from elastic_mbs.integrations.trainer.ranks import QUESTIONS
 from elastic_mbs.integrations.trl import private
 from tests.integrations.preference_runs import build
 from tests.integrations.trainer_runs import MARKS
@@ -28,6 +29,29 @@ MEANS_OVER_PAIRS = {
     "KTOTrainer": {"kl", "rewards/margins", private.ROUTER_LOSS, "num_tokens"},
 }
 
+# What goes through `gather`, and the metrics that it is for.
+GATHERED = {
+    "DPOTrainer": (
+        {
+            "chosen_rewards",
+            "rejected_rewards",
+            "reward_accuracies",
+            "margins",
+            "chosen_logps",
+            "rejected_logps",
+        },
+        {
+            "rewards/chosen",
+            "rewards/rejected",
+            "rewards/accuracies",
+            "rewards/margins",
+            "logps/chosen",
+            "logps/rejected",
+        },
+    ),
+    "RewardTrainer": ({"outputs.logits"}, {"min_reward", "mean_reward", "max_reward"}),
+}
+
 
 @pytest.mark.parametrize("name", private.SUPPORTED)
 def test_metrics_lie_where_they_are_looked_for(name: str) -> None:
@@ -37,6 +61,35 @@ def test_metrics_lie_where_they_are_looked_for(name: str) -> None:
         return  # they count tokens as they generate
     assert "self._total_train_tokens +=" in source, SEE
     assert 'self._metrics[mode]["num_tokens"] = [self._total_train_tokens]' in source, SEE
+
+
+def loss_of(name: str) -> str:
+    """Return the source of a trainer's loss."""
+    trainer = getattr(trl, name)
+    parts = [getattr(trainer, each, None) for each in ("compute_loss", "_compute_loss")]
+    return "".join(inspect.getsource(each) for each in parts if each is not None)
+
+
+@pytest.mark.parametrize("name", private.SUPPORTED)
+def test_a_loss_asks_other_ranks_in_no_way_but_those_that_are_answered(name: str) -> None:
+    source = loss_of(name)
+    asked = set(re.findall(r"(?<!torch\.)\b([\w.]*(?:gather|reduce|broadcast)\w*)\(", source))
+    assert set() < asked <= {f"self.accelerator.{each}" for each in QUESTIONS}, SEE
+    assert not re.search(r"\bdist\.|distributed\.|wait_for_everyone|main_process", source), SEE
+
+
+@pytest.mark.parametrize("name", private.SUPPORTED)
+def test_metrics_of_all_ranks_are_known_from_those_of_ranks_with_new_samples(name: str) -> None:
+    """Those of all come by `gather` and `reduce`, the others by `gather_for_metrics`."""
+    source, beginnings = loss_of(name), private.EVERYWHERE.get(name, ())
+    every = set(re.findall(r"accelerator\.(?:gather|reduce)\(\s*([\w.]+)", source))
+    if name in private.GENERATING:
+        assert set(re.findall(r"gather_for_metrics\((\w+)", source)) == {"aux_loss"}, SEE
+        assert beginnings == ("",)
+        return
+    noted = re.findall(r'self\._metrics\[mode\]\["([^"]+)"\]', source)
+    names = {each for each in noted if each.startswith(beginnings)}
+    assert (every, names) == GATHERED.get(name, (set(), set())), SEE
 
 
 @pytest.mark.parametrize("name", MEANS_OVER_PAIRS)

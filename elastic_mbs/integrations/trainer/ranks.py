@@ -14,7 +14,7 @@ from elastic_mbs.errors import UnsupportedError
 from elastic_mbs.integrations.trl import private
 
 # what a trainer asks all ranks by
-_QUESTIONS = ("gather", "gather_for_metrics", "reduce")
+QUESTIONS = ("gather", "gather_for_metrics", "reduce")
 
 
 def prepared(trainer: Any) -> tuple[Any, bool]:
@@ -67,12 +67,13 @@ def check_sharding(accelerator: Any) -> None:
 def alone(trainer: Any) -> Iterator[None]:
     """Keep a trainer from asking the other ranks in a block: they are not in one of theirs.
 
-    It counts its own items, and trl's metrics are those of its own values.
+    It counts its own items, and trl's metrics are those of its own values. The loss of another
+    trainer may mean all ranks where it asks them, so it is refused.
     """
     flags, name = vars(trainer.args), "average_tokens_across_devices"
     before, own = flags[name], vars(trainer.accelerator)
-    several = trainer.args.world_size > 1
-    answers = dict.fromkeys(_QUESTIONS, _own) if several and private.kind_of(type(trainer)) else {}
+    answer = _own if private.kind_of(type(trainer)) else _refuse
+    answers = dict.fromkeys(QUESTIONS, answer) if trainer.args.world_size > 1 else {}
     kept = {question: own[question] for question in answers if question in own}
     flags[name] = False
     own.update(answers)
@@ -88,6 +89,14 @@ def alone(trainer: Any) -> Iterator[None]:
 def _own(values: Any, *args: Any, **kwargs: Any) -> Any:
     """Return what one process gathers."""
     return values
+
+
+def _refuse(values: Any, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(
+        "a loss asks the other ranks (accelerator.gather, gather_for_metrics or reduce). They have "
+        "other numbers of pieces, so it would wait for ranks that do not come. Keep this rank's "
+        "own values, and gather them outside of compute_loss and prediction_step, as in log()"
+    )
 
 
 def share_of_items(items: Any, num_items: Any, ranks: int, *, everywhere: bool) -> float:
