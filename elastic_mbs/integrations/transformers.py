@@ -358,23 +358,23 @@ class ElasticTrainerMixin(_Base):
             pad=-100,  # as the trainer fills up batches
         )
         try:
-            found = self._elastic_router.around(
-                rows, samples, self._elastic_loss, run, training=False
-            )
+            with ranks.generating_alone(self.model):
+                found = self._elastic_router.around(
+                    rows, samples, self._elastic_loss, run, training=False
+                )
         except BaseException:
             metrics.restore()
             raise
         losses, logits, labels, counts, notes = found
         metrics.join(notes)
-        what, device = "join what the pieces have predicted", self.args.device
         return oom.retry(
-            what,
+            "join what the pieces have predicted",
             lambda: (
                 mean_loss(losses, counts),
                 rows.joined(joined(logits)),
                 rows.joined(joined(labels)),
             ),
-            (device,),
+            (self.args.device,),
         )
 
     def _elastic_predict(

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import DistributedType
+from torch import nn
 
 from elastic_mbs.distributed.peers import is_spread
 from elastic_mbs.distributed.wrappers import wrappers_in
 from elastic_mbs.errors import UnsupportedError
+
+_MARK = "_is_fsdp_managed_module"  # of each module that `fully_shard` was applied to
 
 
 def prepared(trainer: Any) -> tuple[Any, bool]:
@@ -47,6 +50,24 @@ def check_sharding(accelerator: Any) -> None:
             "fp16=True with FSDP scales losses, and the scaler would make collectives where a rank "
             "may fail alone: use bf16=True"
         )
+
+
+@contextmanager
+def generating_alone(model: nn.Module) -> Iterator[None]:
+    """Keep a sharded model from generating in step with all ranks in a block: it would exchange.
+
+    transformers reads a mark of `fully_shard` for that. Ranks have pieces of their own, in which
+    parameters are whole.
+    """
+    generating = (vars(each) for each in model.modules() if hasattr(each, "generate"))
+    marked = [attributes for attributes in generating if attributes.get(_MARK)]
+    for attributes in marked:
+        attributes[_MARK] = False
+    try:
+        yield
+    finally:
+        for attributes in marked:
+            attributes[_MARK] = True
 
 
 @contextmanager
