@@ -366,8 +366,9 @@ def generating(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]
     in_rank(rank, world, folder)
     ids = torch.randint(3, 40, (16, 6), generator=torch.Generator().manual_seed(2))
     data = [{"input_ids": each, "labels": each} for each in ids]
-    args = {"predict_with_generate": True, "generation_max_length": 12, "use_cpu": True}
-    args |= {"report_to": [], "disable_tqdm": True, "per_device_eval_batch_size": 4, "max_steps": 1}
+    args: dict[str, Any] = {"predict_with_generate": True, "generation_max_length": 12}
+    args |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "max_steps": 1}
+    args |= {"per_device_eval_batch_size": 4}
     found = []
     for kind, more in (
         (Seq2SeqTrainer, {}),
