@@ -357,21 +357,21 @@ class ElasticTrainerMixin(_Base):
             outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
             pad=-100,  # as the trainer fills up batches
         )
-        with self._elastic_exchange.told(), metrics.undone():
+        alone = ranks.generating_alone(self.model)
+        with self._elastic_exchange.told(), metrics.undone(), alone:
             found = self._elastic_router.around(
                 rows, samples, self._elastic_loss, run, training=False
             )
         losses, logits, labels, counts, notes = found
         metrics.join(notes, self._elastic_exchange)
-        what, device = "join what the pieces have predicted", self.args.device
         return oom.retry(
-            what,
+            "join what the pieces have predicted",
             lambda: (
                 mean_loss(losses, counts),
                 rows.joined(joined(logits)),
                 rows.joined(joined(labels)),
             ),
-            (device,),
+            (self.args.device,),
         )
 
     def _elastic_predict(

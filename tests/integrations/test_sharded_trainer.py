@@ -205,6 +205,35 @@ def test_a_sharded_model_trains_and_logs_the_same_while_ranks_run_out(
     assert any(mine.ooms for _, mine in found)
 
 
+def loading(rank: int, world: int, folder: str) -> tuple[Run, Run]:
+    """Train a model that was sharded while it was loaded, and not by accelerate."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from tests.integrations.trainer_runs import rows, trainer
+
+    in_rank(rank, world, folder)
+
+    def run(kind: Any, **options: Any) -> Run:
+        sharding = {"distributed_config": DistributedConfig(fsdp_size=world)}
+        model = LlamaForCausalLM.from_pretrained("llama", dtype=torch.float64, **sharding)
+        data = rows("tokens", 32)
+        return run_of(trainer(kind, model, data, per_device_train_batch_size=4, **options))
+
+    return run(stock()), run(struck(5 * rank), elastic={"optimizer_step": True})
+
+
+def test_a_model_that_was_loaded_sharded_trains_the_same(tmp_path: Path) -> None:
+    from tests.integrations.trainer_runs import llama
+
+    llama().save_pretrained(tmp_path / "llama")
+    found = values(run_ranks(loading, str(tmp_path)))
+    for sharded, mine in found:
+        assert apart(mine.weights, sharded.weights) < EXACT
+        assert apart(mine.norms, sharded.norms) < EXACT
+    assert [mine.ooms > 0 for _, mine in found] == [False, True]
+
+
 def in_half(rank: int, world: int, folder: str) -> tuple[Run, Run]:
     in_rank(rank, world, folder)
     options = SHARDED | {"bf16": True}
@@ -299,21 +328,21 @@ def test_nothing_keeps_the_parameters_whole_that_were_sharded(tmp_path: Path) ->
         assert alive == [0] * 5
 
 
-def resuming(rank: int, world: int, folder: str) -> tuple[list[float], list[int]]:
+def resuming(rank: int, world: int, folder: str) -> tuple[list[float], list[Any]]:
     """Return how far runs are apart, a resumed one among them, and the sizes that it learned."""
     in_rank(rank, world, folder)
-    options = SHARDED | {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2}
-    options["fsdp_config"] = {"state_dict_type": "SHARDED_STATE_DICT"}
+    options = SHARDED | {"optim": "adamw_torch", "max_steps": 2}
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    saving["fsdp_config"] = {"state_dict_type": "SHARDED_STATE_DICT"}
     guarded = {"optimizer_step": True}
-    plain = made(stock(), "causal", **options | {"output_dir": "plain"})
+    plain = made(stock(), "causal", **options)
     whole = run_of(plain)
-    mine = made(struck(0), "causal", elastic=guarded | {"micro_batch_size": 3 - rank}, **options)
-    found = [apart(run_of(mine).weights, whole.weights)]
-    again = made(struck(0), "causal", elastic=guarded, **options)
-    resumed = run_of(again, resume_from_checkpoint="checkpoint-2")
-    found.append(apart(resumed.weights, whole.weights))
-    again.args.num_train_epochs = plain.args.num_train_epochs = 2
-    found.append(apart(run_of(again).weights, run_of(plain).weights))
+    cut = guarded | {"micro_batch_size": 3 - rank}
+    run_of(made(struck(0), "causal", elastic=cut, **options | saving))
+    again = made(struck(0), "causal", elastic=guarded, **options | saving)
+    again.args.save_strategy = "no"
+    found = [apart(run_of(again, resume_from_checkpoint="checkpoint-1").weights, whole.weights)]
+    found.append(apart(run_of(again).weights, run_of(plain).weights))  # of two more steps
     rows = again.train_dataset[:10]
     predictions = [each.predict(rows).predictions.flatten().tolist() for each in (again, plain)]
     losses = [[each.evaluate(rows)["eval_loss"]] for each in (again, plain)]
@@ -325,6 +354,45 @@ def test_a_resumed_training_goes_on_with_sizes_and_predicts_the_same(tmp_path: P
     assert max(max(differences) for differences, _ in found) < EXACT
     assert [len(partition) for _, partition in found] == [2, 2]
     assert [partition[0] for _, partition in found] == [(0, 2), (0, 2)]
+
+
+def generating(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any], int]:
+    """Return what the stock trainer has generated, the one with the runtime, and its pieces."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from elastic_mbs.integrations.transformers import elastic_trainer
+    from tests.helpers.steps import quiet
+    from tests.integrations.trainer_runs import gpt2
+
+    in_rank(rank, world, folder)
+    ids = torch.randint(3, 40, (16, 6), generator=torch.Generator().manual_seed(2))
+    data = [{"input_ids": each, "labels": each} for each in ids]
+    args: dict[str, Any] = {"predict_with_generate": True, "generation_max_length": 12}
+    args |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "max_steps": 1}
+    args |= {"per_device_eval_batch_size": 4}
+    found = []
+    for kind, more in (
+        (Seq2SeqTrainer, {}),
+        (elastic_trainer(Seq2SeqTrainer), {"elastic": quiet()}),
+    ):
+        trainer = kind(
+            model=gpt2(pad_token_id=0, eos_token_id=1),
+            args=Seq2SeqTrainingArguments("out", **args | SHARDED | {"save_strategy": "no"}),
+            train_dataset=data,
+            **more,
+        )
+        trainer.train()
+        found.append(trainer)
+    with InjectOOM(at=[300] if rank else ()) as inject:
+        mine = found[1].predict(data).predictions.tolist()
+    return found[0].predict(data).predictions.tolist(), mine, len(inject.hits)
+
+
+def test_each_rank_generates_its_own_pieces(tmp_path: Path) -> None:
+    found = values(run_ranks(generating, str(tmp_path)))
+    for wanted, mine, _ in found:
+        assert mine == wanted
+    assert [hits for *_, hits in found] == [0, 1]
 
 
 # ---------------------------------------------------------------------- refusals

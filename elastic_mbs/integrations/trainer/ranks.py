@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import DistributedType
+from torch import nn
 
 from elastic_mbs.distributed.peers import is_spread
 from elastic_mbs.distributed.wrappers import wrappers_in
@@ -15,6 +16,7 @@ from elastic_mbs.integrations.trl import private
 
 # what a trainer asks all ranks by
 QUESTIONS = ("gather", "gather_for_metrics", "reduce")
+_MARK = "_is_fsdp_managed_module"  # of each module that `fully_shard` was applied to
 
 
 def prepared(trainer: Any) -> tuple[Any, bool]:
@@ -61,6 +63,24 @@ def check_sharding(accelerator: Any) -> None:
             "fp16=True with FSDP scales losses, and the scaler would make collectives where a rank "
             "may fail alone: use bf16=True"
         )
+
+
+@contextmanager
+def generating_alone(model: nn.Module) -> Iterator[None]:
+    """Keep a sharded model from generating in step with all ranks in a block: it would exchange.
+
+    transformers reads a mark of `fully_shard` for that. Ranks have pieces of their own, in which
+    parameters are whole.
+    """
+    generating = (vars(each) for each in model.modules() if hasattr(each, "generate"))
+    marked = [attributes for attributes in generating if attributes.get(_MARK)]
+    for attributes in marked:
+        attributes[_MARK] = False
+    try:
+        yield
+    finally:
+        for attributes in marked:
+            attributes[_MARK] = True
 
 
 @contextmanager
