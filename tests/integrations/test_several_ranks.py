@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic_mbs import ElasticMBS
 from stress.ranks.job import run_ranks, values
-from stress.ranks.shards import full
 from tests.helpers.ddp import FailingBackward, caught, failing
 from tests.helpers.steps import mlp, pairs
-from tests.integrations.rank_runs import as_torchrun, trainers_at_hand, worst
+from tests.integrations.rank_runs import as_torchrun, trainers_at_hand, whole, worst
 
 pytestmark = [pytest.mark.no_oom_injection, pytest.mark.usefixtures("trainers_at_hand")]
 __all__ = ["trainers_at_hand"]
@@ -64,12 +63,6 @@ def prepared_loop(
     if mbs is not None:
         mbs.close()
     return losses, whole(plain), ooms
-
-
-def whole(module: nn.Module) -> list[Tensor]:
-    """Return the parameters of a module, gathered where they are sharded."""
-    found = [full(each.detach()) for each in module.parameters()]
-    return [each for each in found if each is not None]
 
 
 def means(losses: list[float]) -> list[float]:

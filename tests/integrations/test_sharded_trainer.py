@@ -19,19 +19,21 @@ from torch import Tensor
 from elastic_mbs.testing import InjectOOM
 from stress.ranks.job import run_ranks, values
 from tests.helpers.ddp import caught
-from tests.integrations.rank_runs import as_torchrun, trainers_at_hand
-from tests.integrations.test_several_ranks import EXACT, whole
+from tests.integrations.rank_runs import (
+    FSDP2,
+    as_torchrun,
+    shard_on_cpus,
+    trainers_at_hand,
+    whole,
+)
+from tests.integrations.test_several_ranks import EXACT
 
 __all__ = ["trainers_at_hand"]  # a fixture
 
 pytestmark = [pytest.mark.no_oom_injection]
 
 Drawn = tuple[int, int]  # seeds of the errors on each rank, 0 for none
-SHARDED: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "fsdp": True,
-    "fsdp_config": {"fsdp_version": 2},
-}
+SHARDED: dict[str, Any] = {"per_device_train_batch_size": 4} | FSDP2
 
 
 class Run(NamedTuple):
@@ -64,26 +66,6 @@ def in_rank(rank: int, world: int, folder: str) -> None:
     Tensor.float = Tensor.double  # type: ignore[method-assign]  # losses begin with logits.float()
     transformers.logging.set_verbosity_error()
     shard_on_cpus()
-
-
-def shard_on_cpus() -> None:
-    """Have accelerate shard on CPUs, where it takes DDP in place of FSDP."""
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
-    plain = AcceleratorState.__init__
-
-    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        plain(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is None:
-            return
-        if self.mixed_precision != "no":
-            fsdp_plugin.set_mixed_precision(self.mixed_precision)
-        for state in (PartialState(), self):
-            state.distributed_type = DistributedType.FSDP
-        self.fsdp_plugin = fsdp_plugin
-
-    AcceleratorState.__init__ = init
 
 
 def made(kind: Any, name: str, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""trl's trainers on two ranks train and count their metrics as the stock ones in DDP."""
+"""trl's trainers on two ranks train and count their metrics as the stock ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from stress.ranks.job import run_ranks, values
 from tests.helpers.ddp import caught
 from tests.integrations import preference_runs, test_trl, test_trl_rollouts
 from tests.integrations.preference_runs import noted
-from tests.integrations.rank_runs import as_torchrun, trainers_at_hand, worst
+from tests.integrations.rank_runs import (
+    FSDP2,
+    as_torchrun,
+    shard_on_cpus,
+    trainers_at_hand,
+    whole,
+    worst,
+)
 
 pytestmark = [pytest.mark.no_oom_injection, pytest.mark.usefixtures("trainers_at_hand")]
 __all__ = ["trainers_at_hand"]
@@ -82,6 +89,7 @@ def first(trainer: Any) -> nn.Module:
 def both(rank: int, world: int, folder: str, name: str, errors: Any, args: Any) -> Any:
     """Return how far weights are apart, the metrics of both runs, and the failures survived."""
     in_double(rank, world, folder)
+    shard_on_cpus()
     failing = Failing(errors[rank], generates=name in private.GENERATING)
     runs = []
     for ours in (True, False):
@@ -92,8 +100,11 @@ def both(rank: int, world: int, folder: str, name: str, errors: Any, args: Any) 
         trainer.evaluate()
         runs.append(trainer)
     assert not failing.training + failing.evaluation
-    weights = [[p.detach() for p in each.model.parameters()] for each in runs]
-    return worst(*weights), [noted(each) for each in runs], runs[0].elastic.stats.ooms
+    return (
+        worst(*(whole(each.model) for each in runs)),
+        [noted(each) for each in runs],
+        runs[0].elastic.stats.ooms,
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,14 +112,17 @@ def both(rank: int, world: int, folder: str, name: str, errors: Any, args: Any) 
     [
         ("SFTTrainer", (0, 2), LAST),
         ("SFTTrainer", (2, 1), {"samples": 16, "gradient_accumulation_steps": 2}),
+        ("SFTTrainer", (0, 2), LAST | FSDP2),
         ("SFTTrainer", (0, 2), {"packing": True, "max_length": 8, "samples": 24}),
-        ("DPOTrainer", (0, 2), LAST),
+        ("DPOTrainer", (0, 2), LAST | FSDP2),
         ("DPOTrainer", (2, 1), {"loss_type": ["sigmoid", "sft"], "gradient_accumulation_steps": 2}),
         ("RewardTrainer", (2, 1), LAST),
         ("KTOTrainer", (2, 1), LAST | {"beta": 0.5}),
+        ("KTOTrainer", (2, 1), LAST | FSDP2),
         ("GRPOTrainer", (1, 2), {"loss_type": "bnpo", "num_iterations": 2}),
         ("GRPOTrainer", (1, 2), {"loss_type": "dapo", "gradient_accumulation_steps": 2}),
         ("RLOOTrainer", (1, 2), {"gradient_accumulation_steps": 2}),
+        ("RLOOTrainer", (1, 2), FSDP2),
     ],
 )
 def test_a_trainer_of_trl_on_two_ranks_trains_and_logs_as_the_stock_one(
