@@ -15,7 +15,7 @@ import torch
 from elastic_mbs.engine.gradients import CallGradients, Left
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.rollback.random_streams import RandomStreams
-from stress.limits import available, open_limit
+from stress.limits import open_limit
 from stress.models.factory import make
 from stress.record import Needs, Step, write_json
 from stress.scenarios.catalogue import SCENARIOS, Order
