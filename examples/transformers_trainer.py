@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from elastic_mbs import MemoryBudget
 from elastic_mbs.integrations.transformers import elastic_trainer
 
-STEPS, BATCH, LENGTH, BUDGET = 40, 64, 64, "24MiB"
+STEPS, BATCH, LENGTH, BUDGET = 20, 64, 64, "24MiB"
 
 
 def sources() -> list[dict[str, torch.Tensor]]:

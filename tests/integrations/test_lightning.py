@@ -177,7 +177,7 @@ def test_an_error_at_any_operation_of_a_step_changes_nothing(
         "num_sanity_val_steps": 0,
     }
     wanted = fit(Net(), **once).outcome()
-    for inject in every_operation(stride=31):
+    for inject in every_operation(stride=67):
         with monkeypatch.context() as patch:
             struck(patch, door, inject)
             check_same(fit(Net(), [ElasticCallback(micro_batch_size=4)], **once).outcome(), wanted)
@@ -192,7 +192,7 @@ def test_an_error_anywhere_in_a_fit_is_recovered_or_lightnings_own() -> None:
         "num_sanity_val_steps": 0,
     }
     wanted, ours = fit(Net(), **once).outcome(), 0
-    for inject in every_operation(stride=37):
+    for inject in every_operation(stride=73):
         net, callback = Net(), ElasticCallback(micro_batch_size=4)
         try:
             with inject:
@@ -204,7 +204,7 @@ def test_an_error_anywhere_in_a_fit_is_recovered_or_lightnings_own() -> None:
         else:
             check_same(run.outcome(), wanted)
             ours += 1
-    assert ours > 7
+    assert ours > 3
 
 
 class Ones(LightningModule):

@@ -105,7 +105,7 @@ def test_memory_may_run_out_at_any_operation_of_a_step(
 ) -> None:
     build, labels, _ = KINDS[kind]
     stock = trained(Trainer, build(), rows(labels, 4))
-    for inject in every_operation(stride=41, least=100):
+    for inject in every_operation(stride=97, least=100):
         monkeypatch.setattr(Struck, "inject", inject)
         assert (
             apart(trained(Struck, build(), rows(labels, 4), elastic={"micro_batch_size": 2}), stock)

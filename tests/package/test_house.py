@@ -33,13 +33,17 @@ def lines_of(path: Path) -> int:
 
 # torch's names, and those of named tuples
 NOT_OURS = {*dir(torch.nn.Module()), *dir(torch.Tensor), "_make", "_replace"}
-PACKAGE = {
-    path: ast.parse(path.read_text()) for path in files_of("elastic_mbs") if path.suffix == ".py"
-}
+
+
+@functools.cache
+def package() -> dict[Path, ast.Module]:
+    """Return the trees of the package's sources. Every worker imports this file, few read them."""
+    found = (path for path in files_of("elastic_mbs") if path.suffix == ".py")
+    return {path: ast.parse(path.read_text()) for path in found}
 
 
 def functions() -> Iterator[tuple[str, int]]:
-    for path, tree in PACKAGE.items():
+    for path, tree in package().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 code = node.body[ast.get_docstring(node) is not None :] or node.body
@@ -69,9 +73,9 @@ def private_names(tree: ast.Module) -> set[str]:
 
 
 def foreign_privates() -> Iterator[str]:
-    ours = {path: private_names(tree) for path, tree in PACKAGE.items()}
+    ours = {path: private_names(tree) for path, tree in package().items()}
     everywhere = set().union(*ours.values())
-    for path, tree in PACKAGE.items():
+    for path, tree in package().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in everywhere - ours[path] - NOT_OURS:
                 yield f"{path.name}:{node.lineno} {ast.unparse(node)}"
@@ -118,7 +122,7 @@ def writers_of_the_engine() -> Writers:
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
             path.read_text()
         )
-        for path in PACKAGE
+        for path in package()
     }
     return find_writers(sources, "elastic_mbs.engine")
 
