@@ -12,7 +12,7 @@ PIP := -m pip --quiet --quiet --disable-pip-version-check
 # The first pip that reads dependency groups; the one that venv brings may be older.
 NEWER_PIP := --upgrade "pip>=25.1"
 MAKEFLAGS += --no-print-directory
-# Tests start hundreds of processes. Each compiles all sources again where a machine forbids bytecode.
+# Tests start many processes. Each would compile all sources again where a machine forbids bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick coverage test-injected frameworks lint format stress montecarlo simcuda \
