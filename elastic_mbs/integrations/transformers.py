@@ -349,7 +349,8 @@ class ElasticTrainerMixin(_Base):
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]  # the trainer is untyped here
         metrics, samples = BatchMetrics(self), rows.samples(inputs)
         rows.prepare(samples, mbs, model, self._elastic_exchange)
-        given = model, prediction_loss_only, ignore_keys
+        asked = ranks.ask_of_items(self, inputs, self._get_num_items_in_batch)
+        given = model, prediction_loss_only, ignore_keys, asked
         run = functools.partial(
             mbs.evaluate,
             functools.partial(self._elastic_predict, rows, samples, given, metrics),
@@ -378,15 +379,16 @@ class ElasticTrainerMixin(_Base):
         self,
         rows: Rows,
         whole: Any,
-        given: tuple[Any, bool, Any],
+        given: tuple[Any, bool, Any, Any],
         metrics: BatchMetrics,
         piece: Any,
     ) -> Any:
         metrics.restore()
         all_rows = rows.number(piece) == rows.number(whole)
         router = self._elastic_router.of_piece(whole=all_rows)
-        with rows.losses_of(piece, whole), router, ranks.alone(self):
-            model, loss_only, ignored = given
+        model, loss_only, ignored, asked = given
+        answered = ranks.answered(self, asked, self._get_num_items_in_batch)
+        with rows.losses_of(piece, whole), router, ranks.alone(self), answered:
             loss, logits, labels = super().prediction_step(
                 model, rows.rows(piece), loss_only, ignored
             )

@@ -211,7 +211,7 @@ def test_a_model_that_was_not_prepared_is_refused_on_all_ranks() -> None:
 
 
 def in_trainer(rank: int, world: int, folder: str, kind: str, steps: int) -> tuple[float, ...]:
-    """Return how far weights and logged losses are apart, and the failures survived."""
+    """Return how far weights and an evaluation, and logged losses are apart, and the failures."""
     import transformers
 
     from elastic_mbs.integrations.transformers import elastic_trainer
@@ -233,9 +233,11 @@ def in_trainer(rank: int, world: int, folder: str, kind: str, steps: int) -> tup
 
         def __init__(self) -> None:
             self.left = 2 if rank == world - 1 else 0
+            self.anywhere = False
 
         def __call__(self, *args: Any) -> None:
-            if self.left and torch.is_grad_enabled():  # not in the comparison before training
+            # not in the comparison before training
+            if self.left and (self.anywhere or torch.is_grad_enabled()):
                 self.left -= 1
                 raise torch.OutOfMemoryError("injected: out of memory in forward")
 
@@ -248,7 +250,8 @@ def in_trainer(rank: int, world: int, folder: str, kind: str, steps: int) -> tup
         elastic={},
         **options | {"save_strategy": "epoch"},
     )
-    next(mine.model.children()).register_forward_hook(Failing())
+    hook = Failing()
+    next(mine.model.children()).register_forward_hook(hook)
     mine.train()
     logs = [
         [entry["loss"] for entry in each.state.log_history if "loss" in entry]
@@ -256,7 +259,12 @@ def in_trainer(rank: int, world: int, folder: str, kind: str, steps: int) -> tup
     ]
     loss = max(abs(a - b) / abs(b) for a, b in zip(*logs, strict=True))
     weights = [[p.detach() for p in each.model.parameters()] for each in (mine, stock)]
-    return worst(*weights), loss, len(logs[0]), mine.elastic.stats.ooms
+    wanted = stock.evaluate(rows(labels, 20))["eval_loss"]
+    hook.left, hook.anywhere = int(rank == world - 1), True  # one rank has more pieces
+    evaluated = mine.evaluate(rows(labels, 20))["eval_loss"]
+    assert not hook.left
+    apart = max(worst(*weights), abs(evaluated - wanted) / abs(wanted))
+    return apart, loss, len(logs[0]), mine.elastic.stats.ooms
 
 
 @pytest.mark.parametrize("kind", ["causal, rows without labels", "uncounted"])

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_mbs.distributed.peers import is_spread
 from elastic_mbs.distributed.wrappers import wrappers_in
 from elastic_mbs.errors import UnsupportedError
 from elastic_mbs.integrations.trl import private
 
+Count = Callable[[Any, Any], Any]  # batches and a device → their items
+
 # what a trainer asks all ranks by
 QUESTIONS = ("gather", "gather_for_metrics", "reduce")
+_AVERAGE, _COUNT = "average_tokens_across_devices", "_get_num_items_in_batch"
 _MARK = "_is_fsdp_managed_module"  # of each module that `fully_shard` was applied to
 
 
@@ -90,17 +94,17 @@ def alone(trainer: Any) -> Iterator[None]:
     It counts its own items, and trl's metrics are those of its own values. The loss of another
     trainer may mean all ranks where it asks them, so it is refused.
     """
-    flags, name = vars(trainer.args), "average_tokens_across_devices"
-    before, own = flags[name], vars(trainer.accelerator)
+    flags, own = vars(trainer.args), vars(trainer.accelerator)
+    before = flags[_AVERAGE]
     answer = _own if private.kind_of(type(trainer)) else _refuse
     answers = dict.fromkeys(QUESTIONS, answer) if trainer.args.world_size > 1 else {}
     kept = {question: own[question] for question in answers if question in own}
-    flags[name] = False
+    flags[_AVERAGE] = False
     own.update(answers)
     try:
         yield
     finally:
-        flags[name] = before
+        flags[_AVERAGE] = before
         for question in answers:
             del own[question]
         own.update(kept)
@@ -117,6 +121,58 @@ def _refuse(values: Any, *args: Any, **kwargs: Any) -> Any:
         "other numbers of pieces, so it would wait for ranks that do not come. Keep this rank's "
         "own values, and gather them outside of compute_loss and prediction_step, as in log()"
     )
+
+
+def ask_of_items(trainer: Any, batch: Any, count: Count) -> tuple[float, float] | None:
+    """Return the items of a batch of this rank and those of all ranks' batches.
+
+    Every rank asks, once a batch and outside of its pieces; None where the trainer does not ask.
+
+    Args:
+        trainer: the trainer.
+        batch: of this rank.
+        count: the trainer's own function.
+    """
+    args = trainer.args
+    if args.world_size == 1 or not vars(args)[_AVERAGE]:
+        return None
+    everyone = count([batch], args.device)
+    with alone(trainer):
+        own = count([batch], args.device)
+    return None if everyone is None else (float(own), float(everyone))
+
+
+@contextmanager
+def answered(trainer: Any, asked: tuple[float, float] | None, count: Count) -> Iterator[None]:
+    """Answer the trainer how many items all ranks have, in a block that runs one piece.
+
+    It is told the part of them that the piece has of this rank's, so the mean over the pieces is
+    the loss that it gives the whole batch.
+
+    Args:
+        trainer: the trainer.
+        asked: what `ask_of_items` returned.
+        count: the trainer's own function.
+    """
+    if asked is None:
+        yield
+        return
+    flags, (own, everyone) = vars(trainer.args), asked
+    before = flags[_AVERAGE]
+
+    def answer(batches: Any, device: Any) -> Tensor:
+        with alone(trainer):
+            items = float(count(batches, device))
+        found = items * everyone / own if own else everyone  # no item: nothing, and not 0 / 0
+        return torch.tensor(found, dtype=torch.float64, device=device)
+
+    flags[_AVERAGE] = True
+    vars(trainer)[_COUNT] = answer
+    try:
+        yield
+    finally:
+        del vars(trainer)[_COUNT]
+        flags[_AVERAGE] = before
 
 
 def share_of_items(items: Any, num_items: Any, ranks: int, *, everywhere: bool) -> float:
