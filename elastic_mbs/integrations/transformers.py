@@ -24,7 +24,7 @@ from elastic_mbs.events import logger
 from elastic_mbs.integrations.exchange import Exchange
 from elastic_mbs.integrations.frameworks import TRANSFORMERS
 from elastic_mbs.integrations.rows import Rows, ctc_reduction, labels_in
-from elastic_mbs.integrations.trainer import ranks
+from elastic_mbs.integrations.trainer import ranks, spread
 from elastic_mbs.integrations.trainer.checkpoint import load_sizes, save_sizes
 from elastic_mbs.integrations.trainer.checks import check_class, check_losses, check_trainer
 from elastic_mbs.integrations.trainer.completions import loss_of_completions
@@ -95,7 +95,7 @@ class ElasticTrainerMixin(_Base):
         Another model (`model_init`) gets another one, and so does the model in
         DistributedDataParallel or sharded by FSDP2, where training begins on all ranks.
         """
-        known, key = self._elastic_of, (*ranks.prepared(self), self._elastic_weighed)
+        known, key = self._elastic_of, (*spread.prepared(self), self._elastic_weighed)
         if known is None or known[0] != key:
             options = {
                 name: value for name, value in self._elastic_options.items() if name not in OWN
@@ -104,7 +104,7 @@ class ElasticTrainerMixin(_Base):
             if options.get("pieces") == "by_length" and length is not None:
                 options.setdefault("length", length)
             options |= {"reduction": "sum"} if self._elastic_weighed else {}
-            modules, scaler = ranks.modules_of(self), self.accelerator.scaler
+            modules, scaler = spread.modules_of(self), self.accelerator.scaler
             runtime = ElasticMBS(modules, **options, scaler=scaler, outputs=None)
             known = self._elastic_of = key, runtime
             if self._elastic_open is not None:
@@ -293,7 +293,7 @@ class ElasticTrainerMixin(_Base):
             or self._elastic_rows.number(samples) < 2
         ):
             return
-        if ranks.is_sharded(self):  # a comparison gathers, so no rank makes another one later
+        if spread.is_sharded(self):  # a comparison gathers, so no rank makes another one later
             self._elastic_verified = {False, True}
         metrics = BatchMetrics(self)
         self.model.train()  # as the trainer's step begins: state can move in training alone
@@ -358,7 +358,7 @@ class ElasticTrainerMixin(_Base):
             outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
             pad=-100,  # as the trainer fills up batches
         )
-        alone = ranks.generating_alone(self.model)
+        alone = spread.generating_alone(self.model)
         with self._elastic_exchange.told(), metrics.undone(), alone:
             found = self._elastic_router.around(
                 rows, samples, self._elastic_loss, run, training=False
@@ -429,7 +429,7 @@ class ElasticTrainerMixin(_Base):
         self._elastic_verified = set()
         with ExitStack() as self._elastic_open:
             self._elastic_checked()
-            if ranks.waits_for_shards(self):
+            if spread.waits_for_shards(self):
                 self._elastic_of = None  # it would keep the parameters whole
             else:
                 self._elastic_open.enter_context(self.elastic)

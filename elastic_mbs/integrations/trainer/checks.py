@@ -15,8 +15,8 @@ from elastic_mbs.errors import UnsupportedError, UsageError
 from elastic_mbs.integrations.frameworks import TRL
 from elastic_mbs.integrations.rows import ctc_reduction
 from elastic_mbs.integrations.trainer.packed import makes_one_row
-from elastic_mbs.integrations.trainer.ranks import check_sharding
 from elastic_mbs.integrations.trainer.router import check_router
+from elastic_mbs.integrations.trainer.spread import check_sharding
 from elastic_mbs.integrations.trl.kinds import check_kind
 from elastic_mbs.integrations.trl.private import SUPPORTED, kind_of
 from elastic_mbs.rehearsal.verify import VerifyReport
