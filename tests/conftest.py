@@ -3,6 +3,7 @@ import importlib
 import logging
 import os
 import random
+import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,10 @@ SEED_OPTION = "--hypothesis-seed"
 # Sums in one thread come out the same on every machine, and test runs beside each other do not
 # fight for cores.
 torch.set_num_threads(1)
+
+# A shell has its background jobs ignore interrupts, and their children, too: tests send some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the first call of an operator, or a neighbour on the machine, takes longer than any
 # that would still mean something. Derandomized by hypothesis itself where it sees CI: not here,
