@@ -90,7 +90,8 @@ def train(rank: int, world: int, way: str, flags: dict[str, Any], called: str) -
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    compiled: nn.Module = torch.compile(model, backend="aot_eager", dynamic=True)  # type: ignore[assignment]
+    compiled: Any = torch.compile(model, backend="aot_eager", dynamic=True)
+    assert isinstance(compiled, nn.Module)  # its type says that it is a function
     return compiled
 
 
