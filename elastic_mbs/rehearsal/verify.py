@@ -134,7 +134,7 @@ def _compare(
 
     def put_back() -> None:
         resources.retry("put buffers and random streams back", snapshot.restore)
-        kept.restore()
+        resources.retry("put the tensors back that loss_fn edited", kept.restore)
         for leaf, gradient, trainable in gradients:
             leaf.grad = gradient
             if leaf.requires_grad is not trainable:

@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from elastic_mbs import (
     DistributedOptions,
@@ -299,40 +295,6 @@ def test_an_evaluation_gathers_once_and_no_piece_makes_a_collective() -> None:
         assert error < 1e-12
         assert pieces == 3 * (3 + rank)
         assert numbers == 3
-
-
-def call_methods(rank: int, world: int) -> list[float]:
-    """Train by a method that gathers by itself, and cast by one, in pieces of unequal number."""
-    (model, reference), errors = pair(), list[float]()
-    half: Any = Net().double()
-    named: Any = model  # `score` is known to no type checker
-    fully_shard(half, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
-    for each in (model, half):
-        vars(each)["score"] = each.forward
-        register_fsdp_forward_method(each, "score")
-    sizes: Any = {
-        "micro_batch_size": 2 + rank,
-        "policy": Policy(grow=False),
-        "distributed": TIMEOUT,
-    }
-    with ElasticMBS(model, **sizes) as mbs, ElasticMBS(half, **sizes) as other:
-        for step in range(2):
-            x = [data(each, step, 6) for each in range(world)]
-            mbs.backward(lambda x: square(named.score(x)), x[rank])
-            square(reference(joined(x))).backward()
-            errors.append(worst(model, reference))
-            model.zero_grad()
-            reference.zero_grad()
-            found = other.evaluate(half.score, x[rank])
-            errors.append(float((found - other.evaluate(half, x[rank])).abs().max()))
-            register_fsdp_forward_method(model, "score")  # once more
-            errors.append(float((named.score(x[0]) - reference(x[0])).abs().max()))
-    return errors
-
-
-def test_a_method_that_gathers_makes_no_collective_in_a_piece() -> None:
-    for errors in values(run_ranks(call_methods)):
-        assert max(errors) < 1e-12
 
 
 def rehearse(rank: int, world: int) -> tuple[bool, str]:

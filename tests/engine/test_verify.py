@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import MicroBatchFloorError, UsageError, VerifyReport, count_tokens
+from elastic_mbs.rehearsal.kept import Kept
 from elastic_mbs.rollback.buffers import BufferCopies
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import FailOn, Pair, cross_entropy, elastic, failing, mlp, pairs
@@ -215,17 +216,23 @@ def test_verify_struck_at_any_operation_or_line_leaves_no_trace() -> None:
 
 
 @pytest.mark.no_oom_injection
-def test_verify_answers_where_memory_runs_out_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced, ends, end_call = Traced(), count(), BufferCopies.end_call
+@pytest.mark.parametrize(
+    ("owner", "name", "runs_before"),
+    [(BufferCopies, "end_call", 1), (Kept, "restore", 0)],  # one end comes before all runs
+)
+def test_verify_answers_where_memory_runs_out_as_it_ends(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, runs_before: int
+) -> None:
+    traced, calls, original = Traced(), count(), getattr(owner, name)
 
-    def struck(copies: BufferCopies) -> None:
-        if next(ends) == 1:  # the first one comes before all runs
+    def struck(self: Any) -> None:
+        if next(calls) == runs_before:
             raise MemoryError
-        end_call(copies)
+        original(self)
 
-    monkeypatch.setattr(BufferCopies, "end_call", struck)
+    monkeypatch.setattr(owner, name, struck)
     assert elastic(traced.model).verify(traced.loss_fn, traced.batch, samples=2).ok
-    assert next(ends) == 3
+    assert next(calls) == 3
     traced.check()
 
 
