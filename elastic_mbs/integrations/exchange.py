@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -27,12 +27,17 @@ class Exchange:
 
     Args:
         trainer: the trainer.
-        gathers: its loss gathers from all ranks, and is run in pieces. Others exchange nothing.
+        gathers: returns whether its loss gathers from all ranks, and is run in pieces. Others
+            exchange nothing.
         options: how long a rank waits for the others.
     """
 
     def __init__(
-        self, trainer: Any, options: DistributedOptions | None = None, *, gathers: bool
+        self,
+        trainer: Any,
+        options: DistributedOptions | None = None,
+        *,
+        gathers: Callable[[], bool],
     ) -> None:
         self._trainer, self._gathers = trainer, gathers
         self._timeout = (options or DistributedOptions()).timeout
@@ -41,7 +46,7 @@ class Exchange:
 
     @property
     def _needed(self) -> bool:
-        return bool(self._gathers and self._trainer.args.world_size > 1)
+        return self._trainer.args.world_size > 1 and self._gathers()
 
     def __enter__(self) -> Self:
         """Meet the other ranks, before memory is short."""

@@ -79,10 +79,9 @@ class ElasticTrainerMixin(_Base):
         self._elastic_options = checked({} if elastic is None else elastic)
         # a model, whether it is spread and its pieces are weighed here, and its runtime
         self._elastic_of: tuple[tuple[Any, bool, bool], ElasticMBS] | None = None
-        self._elastic_router = Router(self)
-        gathers = self._elastic_options.get("enabled", True) and bool(kind_of(type(self)))
         waits = self._elastic_options.get("distributed")
-        self._elastic_exchange = Exchange(self, waits, gathers=gathers)
+        self._elastic_exchange = Exchange(self, waits, gathers=self._elastic_gathers)
+        self._elastic_router = Router(self, self._elastic_exchange)
         self._elastic_verified = set[bool]()
         self._elastic_open: ExitStack | None = None  # of runtimes, while training runs
         super().__init__(*args, **kwargs)
@@ -116,6 +115,11 @@ class ElasticTrainerMixin(_Base):
         """True if pieces are weighed here, as the trainer and DDP weigh parts of their losses."""
         generated, several = self._elastic_rows.generated, self.args.world_size > 1
         return bool(generated or several or self._elastic_router.active)
+
+    def _elastic_gathers(self) -> bool:
+        """Return whether the loss asks other ranks once a batch."""
+        asks = kind_of(type(self)) or self._elastic_router.active
+        return bool(asks and self._elastic_options.get("enabled", True))
 
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
@@ -172,8 +176,7 @@ class ElasticTrainerMixin(_Base):
                 raise
             # no label in the whole batch: it adds nothing
             return torch.zeros((), device=self.args.device)
-        known = self._elastic_router.metrics if metrics.kept else {}
-        metrics.join(notes, self._elastic_exchange, known)
+        metrics.join(notes, self._elastic_exchange, self._elastic_router.metrics)
         result = mbs.last_result
         assert result is not None
         return result.loss
@@ -209,7 +212,7 @@ class ElasticTrainerMixin(_Base):
                 share = self._elastic_share(micro.data, items, num_items, samples, everywhere)
             if router.active and not share:  # no labels, and tokens all the same
                 share, items = 1.0, None if num_items is None else 1
-            stock = 1.0 if num_items is not None else 1 / self._elastic_steps
+            stock = router.share(num_items, self._elastic_steps, everywhere=everywhere)
             whole = rows.number(micro.data) == rows.number(samples)
             self.accelerator.backward = self._elastic_backward(micro, num_items, share)
             self.loss_is_scaled_for_ga = True
@@ -364,7 +367,7 @@ class ElasticTrainerMixin(_Base):
                 rows, samples, self._elastic_loss, run, training=False
             )
         losses, logits, labels, counts, notes = found
-        metrics.join(notes, self._elastic_exchange)
+        metrics.join(notes, self._elastic_exchange, self._elastic_router.metrics)
         return oom.retry(
             "join what the pieces have predicted",
             lambda: (

@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Callable
 from math import nan
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,10 +299,14 @@ def test_another_loss_of_a_router_is_refused(
     trained(kind, mixtral(output_router_logits=False), data, elastic=options)
 
 
-def test_several_ranks_are_refused() -> None:
-    trainer = SimpleNamespace(model=mixtral(), args=SimpleNamespace(world_size=2))
-    with pytest.raises(UnsupportedError, match="on several ranks is not supported"):
-        router.check_router(trainer)
+def test_the_function_is_replaced_where_trl_has_not_imported_it_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = importlib.import_module("transformers.models.mixtral")
+    module = sys.modules["transformers.models.mixtral.modeling_mixtral"]
+    monkeypatch.setattr(package, "modeling_mixtral", module)  # importing it again sets another
+    monkeypatch.delitem(sys.modules, module.__name__)
+    assert module.__name__ in [each.__name__ for each in router._modules(qwen())]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe"])

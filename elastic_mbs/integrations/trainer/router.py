@@ -3,14 +3,18 @@
 It is E · Σ f·P over the E experts. f is the share of the batch's tokens that choose an expert, and
 P its mean probability. A choice has no gradient. So once f of the batch is known, the loss is a
 mean over tokens, and pieces add up to it: f is found in a pass without gradients.
+
+On several ranks each has the loss of its own batch, as in the stock trainer, and f is found before
+every batch: a rank that began again, once its batch is cut, would make more calls than the others.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,9 +24,10 @@ from torch import Tensor
 
 from elastic_mbs.engine.report import BeginAgain
 from elastic_mbs.errors import UnsupportedError
+from elastic_mbs.integrations.exchange import Exchange
 from elastic_mbs.integrations.rows import Rows
 from elastic_mbs.integrations.trl.metrics import BatchMetrics
-from elastic_mbs.integrations.trl.private import ROUTER_LOSS, has_router_loss
+from elastic_mbs.integrations.trl.private import ROUTER_LOSS, has_router_loss, kind_of
 from elastic_mbs.memory import oom
 
 # The function of transformers that all its models with this loss have a copy of, and what it takes.
@@ -89,12 +94,19 @@ class _Found:
 
 
 class Router:
-    """The router's loss of a trainer; it does nothing for a trainer without one."""
+    """The router's loss of a trainer; it does nothing for a trainer without one.
 
-    def __init__(self, trainer: Any) -> None:
+    Args:
+        trainer: the trainer.
+        exchange: the other ranks.
+    """
+
+    def __init__(self, trainer: Any, exchange: Exchange) -> None:
         self._trainer = trainer
-        self._known: Sums | None = None  # of the running batch, once it is cut
+        self._exchange = exchange
+        self._known: Sums | None = None  # of the running batch, where it may be cut
         self._value: Tensor | None = None  # the loss of the running batch
+        self._mean: float | None = None  # of the batches of all ranks
         self._cut = dict[bool, bool]()  # by training: the last batch was cut
 
     @property
@@ -104,11 +116,26 @@ class Router:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The loss of the batch, by the name that trl notes it under."""
-        value = self._value
-        if value is None:
+        """The loss of the batch by the name that trl notes it under, as a mean over the ranks."""
+        if self._value is None or not kind_of(type(self._trainer)):
             return {}
-        return {ROUTER_LOSS: oom.retry("read the router's loss", value.item, (value.device,))}
+        return {ROUTER_LOSS: _read(self._value) if self._mean is None else self._mean}
+
+    def share(self, num_items: Any, steps: int, *, everywhere: bool) -> float:
+        """Return the weight of the loss of this rank's batch in the sum over the ranks.
+
+        DDP and FSDP take the mean over the ranks. transformers multiplies by their number where the
+        items of all ranks were counted, and trl, which divides by the steps itself, does not.
+
+        Args:
+            num_items: of the step's batches; None where they are not counted.
+            steps: batches that make a step.
+            everywhere: they are the items of all ranks.
+        """
+        ranks: int = self._trainer.args.world_size
+        if num_items is None:
+            return 1 / steps / ranks
+        return 1.0 if everywhere and not has_router_loss(self._trainer) else 1 / ranks
 
     def around(
         self,
@@ -121,6 +148,8 @@ class Router:
     ) -> Value:
         """Return the result of `run`, with the sums of the batch known where it is cut.
 
+        All ranks call it. An evaluation tells them of an error by itself.
+
         Args:
             rows: reads the batch.
             samples: the batch.
@@ -129,8 +158,13 @@ class Router:
                 expected to stay whole.
             training: it is a batch of the training.
         """
-        self._known = self._value = None
+        self._known = self._value = self._mean = None
         if not self.active:
+            return run()
+        if self._trainer.args.world_size > 1:
+            with self._exchange.told() if training else nullcontext():
+                self._learn(rows, samples, loss)
+            self._mean = self._mean_over_ranks()
             return run()
         if self._cut.get(training, False):
             self._learn(rows, samples, loss)
@@ -169,6 +203,13 @@ class Router:
             "add up the choices of experts", lambda: _added(pieces), devices
         )
 
+    def _mean_over_ranks(self) -> float:
+        """Return the mean of the ranks' losses, without samples that the last batch repeats."""
+        value = self._value
+        assert value is not None  # it is known with the sums
+        everyone = self._exchange.all(_read(value))[: self._exchange.counted]
+        return float(sum(everyone) / len(everyone))
+
     @contextmanager
     def of_piece(self, *, whole: bool, factor: float = 1.0) -> Iterator[None]:
         """Make the router's loss of a piece its part in the loss of the batch.
@@ -183,7 +224,7 @@ class Router:
 
         def part(plain: Loss) -> Loss:
             def compute(*args: Any, **kwargs: Any) -> Any:
-                if known is None:
+                if known is None or whole:
                     value = plain(*args, **kwargs)
                     self._value = value.detach()
                     return value * factor
@@ -221,19 +262,14 @@ def adds_loss(trainer: Any) -> bool:
 
 
 def check_router(trainer: Any) -> None:
-    """Refuse the loss of a router that is not known, and of one on several ranks.
+    """Refuse the loss of a router that is not known.
 
     Raises:
-        UnsupportedError: for both.
+        UnsupportedError: pieces may not add up to it.
     """
     if not adds_loss(trainer):
         return
     name = type(trainer.model).__name__
-    if trainer.args.world_size > 1:
-        raise UnsupportedError(
-            f"the router's loss of {name} on several ranks is not supported, because a batch that "
-            f"turns out to be cut begins again: run one process, or {_WAY_OUT}"
-        )
     functions = [vars(module)[FUNCTION] for module in _modules(trainer.model)]
     known = [each for each in functions if [*inspect.signature(each).parameters] == PARAMETERS]
     if not known or len(known) < len(functions):
@@ -247,8 +283,13 @@ def _modules(model: Any) -> list[ModuleType]:
     """Return the modules of Python in which a model, or trl for it, finds the function."""
     names = dict.fromkeys(type(each).__module__ for each in model.modules())
     found = [sys.modules[name] for name in names if FUNCTION in vars(sys.modules[name])]
-    shared = sys.modules.get(_SHARED)
-    return found if shared is None or shared in found or not found else [*found, shared]
+    # trl imports its copy inside of the first loss, when it is too late to replace it
+    return list(dict.fromkeys([*found, importlib.import_module(_SHARED)])) if found else []
+
+
+def _read(value: Tensor) -> float:
+    """Return the number in a tensor on a device whose memory may be short."""
+    return float(oom.retry("read the router's loss", value.item, (value.device,)))
 
 
 def _bound(plain: Loss, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
