@@ -66,7 +66,6 @@ def both(
 @pytest.mark.parametrize(
     ("errors", "args"),
     [
-        ((0, 2), {}),
         ((2, 1), {"gradient_accumulation_steps": 2}),
         ((2, 1), {"average_tokens_across_devices": False}),
         ((0, 2), FSDP2),
@@ -94,12 +93,9 @@ def of_trl(rank: int, world: int, folder: str, name: str, errors: Any, args: Any
 @pytest.mark.parametrize(
     ("name", "errors", "args"),
     [
-        ("SFTTrainer", (0, 2), LAST),
         ("SFTTrainer", (2, 1), {"gradient_accumulation_steps": 2, "samples": 16}),
         ("DPOTrainer", (2, 1), LAST | FSDP2),
-        ("KTOTrainer", (2, 1), LAST),
         ("GRPOTrainer", (1, 2), {"loss_type": "bnpo"}),
-        ("RLOOTrainer", (1, 2), {"gradient_accumulation_steps": 2}),
     ],
 )
 def test_a_trainer_of_trl_trains_and_logs_as_the_stock_one(
