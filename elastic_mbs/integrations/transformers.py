@@ -436,6 +436,21 @@ class ElasticTrainerMixin(_Base):
             self._elastic_open.enter_context(self._elastic_exchange)
             return super()._inner_training_loop(*args, **kwargs)
 
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Prepare the model as the trainer does; make its runtime, with the sizes of a checkpoint.
+
+        All ranks come here. They meet where a runtime is made, and a callback may use it on one.
+        """
+        prepared = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        runtime = self.elastic
+        if resume_from_checkpoint is not None:
+            load_sizes(self, runtime, resume_from_checkpoint)
+        return prepared
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's optimizer, with its step guarded where that is asked for."""
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -458,11 +473,6 @@ class ElasticTrainerMixin(_Base):
         """Save the trainer's files, and beside them the sizes that were learned."""
         super()._save_optimizer_and_scheduler(output_dir)
         save_sizes(self, output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            load_sizes(self, checkpoint)
 
 
 @functools.cache

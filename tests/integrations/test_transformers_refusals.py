@@ -403,9 +403,9 @@ USED = {
         "output_dir",
         "is called for each checkpoint that can be resumed",
     ),
-    "_load_optimizer_and_scheduler": (
-        "checkpoint",
-        "is called with the checkpoint that is resumed",
+    "_prepare_for_training": (
+        "resume_from_checkpoint",
+        "spreads the model over the ranks, and loads the checkpoint that is resumed",
     ),
     "_prepare_inputs": ("inputs", "moves a batch to the device"),
     "create_optimizer": ("model", "is called once per training"),
