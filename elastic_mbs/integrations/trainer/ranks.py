@@ -15,7 +15,7 @@ from elastic_mbs.integrations.trl import private
 Count = Callable[[Any, Any], Any]  # batches and a device → their items
 
 # what a trainer asks all ranks by
-QUESTIONS = ("gather", "gather_for_metrics", "reduce")
+QUESTIONS = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 _AVERAGE, _COUNT = "average_tokens_across_devices", "_get_num_items_in_batch"
 
 
@@ -49,9 +49,10 @@ def _own(values: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _refuse(values: Any, *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError(
-        "a loss asks the other ranks (accelerator.gather, gather_for_metrics or reduce). They have "
-        "other numbers of pieces, so it would wait for ranks that do not come. Keep this rank's "
-        "own values, and gather them outside of compute_loss and prediction_step, as in log()"
+        "a loss asks the other ranks (accelerator.gather, gather_for_metrics, pad_across_processes "
+        "or reduce). They have other numbers of pieces, so it would wait for ranks that do not "
+        "come. Keep this rank's own values, and gather them outside of compute_loss and "
+        "prediction_step, as in log()"
     )
 
 
