@@ -146,6 +146,7 @@ class ElasticTrainerMixin(_Base):
             with rollouts.around_step(self, mbs):
                 return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
         samples = rows.samples(inputs)
+        model.train()  # as the trainer's step begins: an evaluation can have been before
         rows.prepare(samples, mbs, model, self._elastic_exchange)
         self._elastic_verify(samples)
         run = functools.partial(self._elastic_batch, rows, samples, model, num_items_in_batch)
@@ -212,11 +213,12 @@ class ElasticTrainerMixin(_Base):
             stock = 1.0 if num_items is not None else 1 / self._elastic_steps
             whole = rows.number(micro.data) == rows.number(samples)
             self.accelerator.backward = self._elastic_backward(micro, num_items, share)
-            self.loss_is_scaled_for_ga = True
+            scaled, self.loss_is_scaled_for_ga = self.loss_is_scaled_for_ga, True
             try:
                 with router.of_piece(whole=whole, factor=stock / share if share else 0.0):
                     super().training_step(model, inputs, items)
             finally:
+                self.loss_is_scaled_for_ga = scaled
                 del self.accelerator.backward
 
     @property
@@ -296,7 +298,6 @@ class ElasticTrainerMixin(_Base):
         if spread.is_sharded(self):  # a comparison gathers, so no rank makes another one later
             self._elastic_verified = {False, True}
         metrics = BatchMetrics(self)
-        self.model.train()  # as the trainer's step begins: state can move in training alone
         try:
             with self._elastic_rows.comparable(), self._elastic_router.left_out():
                 report = self.elastic.verify(

@@ -390,6 +390,13 @@ def test_switched_off_it_is_the_stock_trainer(tmp_path: Any) -> None:
     assert "elastic/ooms" not in made.state.log_history[0]
 
 
+def test_training_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
+    made = make(tmp_path)
+    before = made.loss_is_scaled_for_ga, {*vars(made.accelerator)}
+    made.train()
+    assert (made.loss_is_scaled_for_ga, {*vars(made.accelerator)}) == before
+
+
 # ---------------------------------------------------------------------- private names
 
 USED = {
