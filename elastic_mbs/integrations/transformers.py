@@ -69,6 +69,8 @@ class ElasticTrainerMixin(_Base):
             DeepSpeed, DataParallel, and the like.
     """
 
+    loss_is_scaled_for_ga: bool | None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse trainers whose batches mean more than their samples."""
         super().__init_subclass__(**kwargs)
@@ -444,13 +446,11 @@ class ElasticTrainerMixin(_Base):
 
         All ranks come here. They meet where a runtime is made, and a callback may use it on one.
         """
-        prepared = super()._prepare_for_training(
-            max_steps, train_dataloader, resume_from_checkpoint
-        )
+        found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         runtime = self.elastic
         if resume_from_checkpoint is not None:
             load_sizes(self, runtime, resume_from_checkpoint)
-        return prepared
+        return found
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's optimizer, with its step guarded where that is asked for."""

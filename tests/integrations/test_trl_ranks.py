@@ -146,7 +146,7 @@ def noting(rank: int, world: int, folder: str) -> tuple[list[float], int]:
     """Return what a trainer has noted that pads and gathers in its loss, and the failures."""
     in_double(rank, world, folder)
 
-    class Noting(trl.SFTTrainer):  # type: ignore[misc]  # trl is untyped here
+    class Noting(trl.SFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             ones = self.accelerator.pad_across_processes(torch.ones(1, 3 + rank), dim=1)
             mode = "train" if self.model.training else "eval"
