@@ -50,9 +50,9 @@ class Exchange:
 
     def __enter__(self) -> Self:
         """Meet the other ranks, before memory is short."""
-        self._depth += 1
         if self._needed:
             self._connected()
+        self._depth += 1
         return self
 
     def __exit__(

@@ -35,7 +35,6 @@ from elastic_mbs.integrations.trainer.router import Router
 from elastic_mbs.integrations.trl import rollouts
 from elastic_mbs.integrations.trl.kinds import rows_of
 from elastic_mbs.integrations.trl.metrics import BatchMetrics, Note
-from elastic_mbs.integrations.trl.private import kind_of
 from elastic_mbs.integrations.trl.rollouts import Completions
 from elastic_mbs.memory import oom
 from elastic_mbs.runtime import ElasticMBS
@@ -69,6 +68,8 @@ class ElasticTrainerMixin(_Base):
             DeepSpeed, DataParallel, and the like.
     """
 
+    loss_is_scaled_for_ga: bool | None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse trainers whose batches mean more than their samples."""
         super().__init_subclass__(**kwargs)
@@ -79,8 +80,9 @@ class ElasticTrainerMixin(_Base):
         self._elastic_options = checked({} if elastic is None else elastic)
         # a model, whether it is spread and its pieces are weighed here, and its runtime
         self._elastic_of: tuple[tuple[Any, bool, bool], ElasticMBS] | None = None
+        asks = functools.partial(ranks.asks, self, self._elastic_options)
         waits = self._elastic_options.get("distributed")
-        self._elastic_exchange = Exchange(self, waits, gathers=self._elastic_gathers)
+        self._elastic_exchange = Exchange(self, waits, gathers=asks)
         self._elastic_router = Router(self, self._elastic_exchange)
         self._elastic_verified = set[bool]()
         self._elastic_open: ExitStack | None = None  # of runtimes, while training runs
@@ -116,11 +118,6 @@ class ElasticTrainerMixin(_Base):
         generated, several = self._elastic_rows.generated, self.args.world_size > 1
         return bool(generated or several or self._elastic_router.active)
 
-    def _elastic_gathers(self) -> bool:
-        """Return whether the loss asks other ranks once a batch."""
-        asks = kind_of(type(self)) or self._elastic_router.active
-        return bool(asks and self._elastic_options.get("enabled", True))
-
     def _elastic_checked(self) -> ElasticMBS:
         options = self._elastic_options
         check_trainer(self, options)
@@ -150,6 +147,7 @@ class ElasticTrainerMixin(_Base):
             with rollouts.around_step(self, mbs):
                 return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the trainer is untyped here
         samples = rows.samples(inputs)
+        model.train()  # as the trainer's step begins: an evaluation can have been before
         rows.prepare(samples, mbs, model, self._elastic_exchange)
         self._elastic_verify(samples)
         run = functools.partial(self._elastic_batch, rows, samples, model, num_items_in_batch)
@@ -215,11 +213,12 @@ class ElasticTrainerMixin(_Base):
             stock = router.share(num_items, self._elastic_steps, everywhere=everywhere)
             whole = rows.number(micro.data) == rows.number(samples)
             self.accelerator.backward = self._elastic_backward(micro, num_items, share)
-            self.loss_is_scaled_for_ga = True
+            scaled, self.loss_is_scaled_for_ga = self.loss_is_scaled_for_ga, True
             try:
                 with router.of_piece(whole=whole, factor=stock / share if share else 0.0):
                     super().training_step(model, inputs, items)
             finally:
+                self.loss_is_scaled_for_ga = scaled
                 del self.accelerator.backward
 
     @property
@@ -299,7 +298,6 @@ class ElasticTrainerMixin(_Base):
         if spread.is_sharded(self):  # a comparison gathers, so no rank makes another one later
             self._elastic_verified = {False, True}
         metrics = BatchMetrics(self)
-        self.model.train()  # as the trainer's step begins: state can move in training alone
         try:
             with self._elastic_rows.comparable(), self._elastic_router.left_out():
                 report = self.elastic.verify(
@@ -439,6 +437,19 @@ class ElasticTrainerMixin(_Base):
             self._elastic_open.enter_context(self._elastic_exchange)
             return super()._inner_training_loop(*args, **kwargs)
 
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Prepare the model as the trainer does; make its runtime, with the sizes of a checkpoint.
+
+        All ranks come here. They meet where a runtime is made, and a callback may use it on one.
+        """
+        found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        runtime = self.elastic
+        if resume_from_checkpoint is not None:
+            load_sizes(self, runtime, resume_from_checkpoint)
+        return found
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's optimizer, with its step guarded where that is asked for."""
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -461,11 +472,6 @@ class ElasticTrainerMixin(_Base):
         """Save the trainer's files, and beside them the sizes that were learned."""
         super()._save_optimizer_and_scheduler(output_dir)
         save_sizes(self, output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            load_sizes(self, checkpoint)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from elastic_mbs import ElasticMBS
+from elastic_mbs import DistributedOptions, ElasticMBS
 from stress.ranks.job import run_ranks, values
 from tests.helpers.ddp import FailingBackward, caught, failing
 from tests.helpers.steps import mlp, pairs
@@ -280,6 +280,44 @@ def test_a_trainer_on_several_ranks_trains_and_logs_the_same(
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     kept = {path.name for path in checkpoint.glob("elastic_mbs*")}
     assert kept == {"elastic_mbs.rank0.json", "elastic_mbs.rank1.json"}
+
+
+def differing(rank: int, world: int, folder: str) -> tuple[str, str, list[int]]:
+    """Train where one rank logs before the first step, and resume where one has no sizes."""
+    import transformers
+
+    from elastic_mbs.integrations.transformers import elastic_trainer
+    from tests.integrations.trainer_runs import KINDS, rows, trainer
+
+    as_torchrun(rank, world)
+    os.chdir(folder)
+    model, labels, options = KINDS["causal"]
+    options |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    options |= {"ddp_find_unused_parameters": True}
+    cut = {"distributed": DistributedOptions(timeout=5.0), "micro_batch_size": 3}
+
+    def made() -> Any:
+        kind = elastic_trainer(transformers.Trainer)
+        return trainer(kind, model(), rows(labels, 32), elastic=cut, **options)
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        if rank == 0:
+            first.log({"here": 1.0})
+
+    first, callback = made(), transformers.TrainerCallback()
+    callback.on_train_begin = log
+    first.add_callback(callback)
+    trained = caught(first.train)
+    if rank:
+        os.remove(f"checkpoint-1/elastic_mbs.rank{rank}.json")
+    again = made()
+    resumed = caught(lambda: again.train(resume_from_checkpoint="checkpoint-1"))
+    return trained, resumed, [entry["here"] for entry in first.state.log_history if "here" in entry]
+
+
+def test_ranks_may_use_the_runtime_at_different_times(tmp_path: Any) -> None:
+    found = values(run_ranks(differing, str(tmp_path)))
+    assert found == [("no error", "no error", [1.0]), ("no error", "no error", [])]
 
 
 def gathering(rank: int, world: int, folder: str) -> tuple[str, str]:

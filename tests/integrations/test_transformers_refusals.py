@@ -390,6 +390,13 @@ def test_switched_off_it_is_the_stock_trainer(tmp_path: Any) -> None:
     assert "elastic/ooms" not in made.state.log_history[0]
 
 
+def test_training_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
+    made = make(tmp_path)
+    before = made.loss_is_scaled_for_ga, {*vars(made.accelerator)}
+    made.train()
+    assert (made.loss_is_scaled_for_ga, {*vars(made.accelerator)}) == before
+
+
 # ---------------------------------------------------------------------- private names
 
 USED = {
@@ -403,9 +410,9 @@ USED = {
         "output_dir",
         "is called for each checkpoint that can be resumed",
     ),
-    "_load_optimizer_and_scheduler": (
-        "checkpoint",
-        "is called with the checkpoint that is resumed",
+    "_prepare_for_training": (
+        "resume_from_checkpoint",
+        "spreads the model over the ranks, and loads the checkpoint that is resumed",
     ),
     "_prepare_inputs": ("inputs", "moves a batch to the device"),
     "create_optimizer": ("model", "is called once per training"),

@@ -223,6 +223,16 @@ def test_texts_are_compared_with_the_estimate_of_their_whole_batch() -> None:
         assert "_compute_kl_logps" not in vars(ours)
 
 
+def test_the_estimate_is_made_as_in_training_after_an_evaluation() -> None:
+    ours = build(elastic_trainer(KTO), beta=0.5, elastic={"verify": False})
+    batch, modes = batch_of(ours), list[bool]()
+    ours.model.eval()
+    ours.model.register_forward_pre_hook(lambda model, args: modes.append(model.training))
+    gradient(ours, batch)
+    assert modes
+    assert all(modes)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_reference_may_be_the_model_without_its_adapter_or_with_it_as_it_began(
     kept: bool,

@@ -142,6 +142,29 @@ def test_a_trainer_of_trl_on_two_ranks_trains_and_logs_as_the_stock_one(
         )
 
 
+def noting(rank: int, world: int, folder: str) -> tuple[list[float], int]:
+    """Return what a trainer has noted that pads and gathers in its loss, and the failures."""
+    in_double(rank, world, folder)
+
+    class Noting(trl.SFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            ones = self.accelerator.pad_across_processes(torch.ones(1, 3 + rank), dim=1)
+            mode = "train" if self.model.training else "eval"
+            self._metrics[mode]["ones"].append(self.accelerator.gather_for_metrics(ones).mean())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    plain = {"per_device_train_batch_size": 4, "ddp_find_unused_parameters": True}
+    trainer = test_trl.build(elastic_trainer(Noting), gradient_checkpointing=False, **plain)
+    first(trainer).register_forward_hook(Failing(2 * rank, generates=True))
+    trainer.train()
+    logs = [entry["ones"] for entry in trainer.state.log_history if "ones" in entry]
+    return logs, trainer.elastic.stats.ooms
+
+
+def test_a_subclass_may_pad_and_gather_and_note_a_tensor(tmp_path: Any) -> None:
+    assert values(run_ranks(noting, str(tmp_path))) == [([1.0, 1.0], 0), ([1.0, 1.0], 2)]
+
+
 class Broken:
     """A hook that never has enough memory in a mode of the model."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_mbs.errors import UsageError
+from elastic_mbs.runtime import ElasticMBS
 
 _NAME = "elastic_mbs.json"
 
@@ -18,7 +19,7 @@ def save_sizes(trainer: Any, checkpoint: str) -> None:
     path.write_text(json.dumps(trainer.elastic.state_dict()))
 
 
-def load_sizes(trainer: Any, checkpoint: str) -> None:
+def load_sizes(trainer: Any, runtime: ElasticMBS, checkpoint: str) -> None:
     """Load what this rank had learned, where it is there.
 
     Raises:
@@ -28,7 +29,7 @@ def load_sizes(trainer: Any, checkpoint: str) -> None:
     if not path.exists():
         return
     try:
-        trainer.elastic.load_state_dict(json.loads(path.read_text()))
+        runtime.load_state_dict(json.loads(path.read_text()))
     except (UsageError, json.JSONDecodeError) as error:
         raise UsageError(f"{path}: {error}. Remove the file to resume without it") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from elastic_mbs.errors import UnsupportedError
+from elastic_mbs.integrations.trainer.router import adds_loss
 from elastic_mbs.integrations.trl import private
 
 Count = Callable[[Any, Any], Any]  # batches and a device → their items
 
 # what a trainer asks all ranks by
-QUESTIONS = ("gather", "gather_for_metrics", "reduce")
+QUESTIONS = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 _AVERAGE, _COUNT = "average_tokens_across_devices", "_get_num_items_in_batch"
+
+
+def asks(trainer: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a trainer's loss asks all ranks, which it does once a batch with us."""
+    known = private.kind_of(type(trainer)) is not None or adds_loss(trainer)
+    return known and bool(options.get("enabled", True))
 
 
 @contextmanager
@@ -49,9 +56,10 @@ def _own(values: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _refuse(values: Any, *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError(
-        "a loss asks the other ranks (accelerator.gather, gather_for_metrics or reduce). They have "
-        "other numbers of pieces, so it would wait for ranks that do not come. Keep this rank's "
-        "own values, and gather them outside of compute_loss and prediction_step, as in log()"
+        "a loss asks the other ranks (accelerator.gather, gather_for_metrics, pad_across_processes "
+        "or reduce). They have other numbers of pieces, so it would wait for ranks that do not "
+        "come. Keep this rank's own values, and gather them outside of compute_loss and "
+        "prediction_step, as in log()"
     )
 
 

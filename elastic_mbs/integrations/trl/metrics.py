@@ -83,7 +83,7 @@ class BatchMetrics:
         """Return what the attempt has added."""
         new = {
             mode: {
-                name: values[-1]
+                name: float(values[-1])  # a subclass may note a tensor
                 for name, values in named.items()
                 if name != "num_tokens" and values != self._before[mode].get(name)
             }
