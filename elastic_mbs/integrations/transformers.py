@@ -359,10 +359,11 @@ class ElasticTrainerMixin(_Base):
             outputs="device" if self.args.eval_accumulation_steps is None else "cpu",
             pad=-100,  # as the trainer fills up batches
         )
-        alone = spread.generating_alone(self.model)
-        with self._elastic_exchange.told(), metrics.undone(), alone:
+        alone, told = spread.generating_alone(self.model), metrics.kept
+        # The other ranks come to exchange metrics. Where there are none, they would not hear of it.
+        with self._elastic_exchange.told() if told else nullcontext(), metrics.undone(), alone:
             found = self._elastic_router.around(
-                rows, samples, self._elastic_loss, run, training=False
+                rows, samples, self._elastic_loss, run, training=False, told=told
             )
         losses, logits, labels, counts, notes = found
         metrics.join(notes, self._elastic_exchange, self._elastic_router.metrics)

@@ -67,7 +67,7 @@ def loss_of_completions(
 
     # An engine's call tells the other ranks of its error, and an evaluation makes none.
     with nullcontext() if training else exchange.told():
-        return router.around(rows, samples, plain, run, training=training)
+        return router.around(rows, samples, plain, run, training=training, told=not training)
 
 
 def _train(

@@ -145,10 +145,11 @@ class Router:
         run: Callable[[], Value],
         *,
         training: bool,
+        told: bool = False,
     ) -> Value:
         """Return the result of `run`, with the sums of the batch known where it is cut.
 
-        All ranks call it. An evaluation tells them of an error by itself.
+        All ranks call it.
 
         Args:
             rows: reads the batch.
@@ -157,12 +158,13 @@ class Router:
             run: runs the batch in pieces. It is called again where a batch was cut that was
                 expected to stay whole.
             training: it is a batch of the training.
+            told: the caller tells the other ranks of an error.
         """
         self._known = self._value = self._mean = None
         if not self.active:
             return run()
         if self._trainer.args.world_size > 1:
-            with self._exchange.told() if training else nullcontext():
+            with nullcontext() if told else self._exchange.told():
                 self._learn(rows, samples, loss)
             self._mean = self._mean_over_ranks()
             return run()
