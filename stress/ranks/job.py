@@ -6,6 +6,7 @@ and has frozen what is there: each start then takes a tenth of a second.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -43,6 +44,7 @@ class Outcome(NamedTuple):
 def _rank(
     rank: int, world: int, port: int, queue: Any, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    faulthandler.enable()  # a crash of native code prints the stacks of Python
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     torch.set_num_threads(1)
