@@ -21,7 +21,7 @@ _AVERAGE, _COUNT = "average_tokens_across_devices", "_get_num_items_in_batch"
 
 
 def asks(trainer: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether a trainer's loss asks all ranks, which it does once a batch with us."""
+    """Return whether a trainer's loss needs words of all ranks, exchanged once a batch."""
     known = private.kind_of(type(trainer)) is not None or adds_loss(trainer)
     return known and bool(options.get("enabled", True))
 
