@@ -21,11 +21,14 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # a module elsewhere, absent on Windows
 
-_M_MMAP_THRESHOLD = -3  # mallopt's number for it
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt's numbers for them
 # bytes from which a block of the heap is a mapping of its own, so that mapped memory is memory in
 # use
 _MAPPED = 65536
 _PARALLEL = 2**20  # elements, enough for all threads
+# bytes to be mapped until the heap has no hole that fits such a block: a hole is used first, and
+# other mappings are small
+_FULL = 4 * 2**20
 
 
 class ProcessLimit(HostLimit):
@@ -51,15 +54,24 @@ class ProcessLimit(HostLimit):
         self._live_at_start = self._resident_at_start = 0
 
     def __enter__(self) -> Self:
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+        for number in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            ctypes.CDLL(None).mallopt(number, _MAPPED)
         self._undo.callback(switch_onednn_off())
         # torch's thread pools end the process where they are refused memory, and the first backward
         # imports
         torch.zeros(_PARALLEL, dtype=torch.uint8).add_(1)
         torch.autograd.backward(torch.zeros((), requires_grad=True).clone(), torch.ones(()))
+        self._fill_holes()
         self.base = self._mapped()
         self.begin_interval()
         return self
+
+    def _fill_holes(self) -> None:
+        """Take the heap's free memory, which is mapped already: no limit would count its use."""
+        full, holes = self._mapped() + _FULL, []
+        while self._mapped() < full:
+            holes.append(torch.empty(_MAPPED, dtype=torch.uint8))
+        self._undo.callback(holes.clear)
 
     def warm(self, run: Callable[[int], object], sizes: Iterable[int]) -> None:
         """Run each size once without a limit, the largest last: libraries fill their caches."""

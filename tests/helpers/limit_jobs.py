@@ -1,5 +1,6 @@
 """Training under a memory limit of any kind, in this process or in a child, and its report."""
 
+import ctypes
 import gc
 import os
 import time
@@ -133,6 +134,20 @@ def _taken(mebi: int) -> tuple[list[Tensor], str | None]:
         verdict = oom.classify(error)
         return blocks, None if verdict is None else verdict.kind.value
     return blocks, "none"
+
+
+def take_beside_holes(emit: Emit, mebi: int) -> None:
+    """Leave a hole of `mebi` MiB in the heap, open the process limit with half of it, and take."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    small = 1 << 15  # bytes, below any size from which the heap maps a block of its own
+    blocks = [libc.malloc(small) for _ in range(mebi * MEBI // small + 1)]
+    for block in blocks[:-1]:  # the last stays, so the hole is not given back
+        libc.free(block)
+    with (memory := open_limit("rlimit")):
+        memory.resize(memory.live() + mebi * MEBI // 2)
+        taken, kind = _taken(mebi)
+        emit({"taken": len(taken), "kind": kind})
 
 
 def share(emit: Emit, size: int, hold: float) -> None:

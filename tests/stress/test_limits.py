@@ -249,3 +249,10 @@ def test_the_limit_counts_from_what_was_mapped_and_keeps_to_the_users_own(
             "where the kernel resets no mark, the peak is that of the run"
         )
     assert (limits.soft, limits.hard) == (1000 * MEBI, 1000 * MEBI)
+
+
+@needs_rlimit
+def test_the_process_limit_counts_a_block_that_would_fit_a_hole_of_the_heap() -> None:
+    (found,) = run_child("rlimit", limit_jobs.take_beside_holes, {"mebi": 16}, deadline=LONG)
+    assert found["kind"] == "host"
+    assert found["taken"] <= 8
