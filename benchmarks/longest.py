@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """The longest sequence that trains in a given memory, and the time of a step at each length.
 
-    python benchmarks/longest.py [--budget-mib 256] [--rounds 3] [--json FILE]
+    python benchmarks/longest.py [--budget-mib 256] [--rounds 3] [--lengths N …] [--json FILE]
 
 A language model trains on one sequence, on a CPU under a `MemoryBudget`, which counts bytes: of
 weights, gradients and everything that a step makes. So a busy machine gives the same lengths. Each
 way starts from an empty gradient. Its length is doubled until it does not fit, and then halved in
-between. At the longest length of each way, all that can train it are timed in turns, in processor
-time; ours after the call in which it finds its way. torch's own chunked loss is one operation, so
-what it takes inside is not counted, to its advantage.
+between. At the longest length of each way, or at the lengths given, all that can train it are timed
+in turns, in processor time; ours after a plan that measures, and a call. torch's own chunked loss
+is one operation, so what it takes inside is not counted, to its advantage.
 
 Attention is causal and within windows, as in most layers of the newer models, so time is linear in
 the length and a CPU is enough.
@@ -36,7 +36,14 @@ from torch.utils.checkpoint import checkpoint
 # so that it runs from anywhere, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from elastic_mbs import ElasticMBS, MemoryBudget, MemoryOptions, Policy, RecoveryOptions
+from elastic_mbs import (
+    ElasticMBS,
+    MemoryBudget,
+    MemoryOptions,
+    PlanReport,
+    Policy,
+    RecoveryOptions,
+)
 from elastic_mbs.errors import MicroBatchFloorError
 
 WORDS, WIDTH, HEADS, LAYERS, WINDOW = 8192, 128, 4, 4, 256
@@ -141,8 +148,13 @@ def by_hand(model: GPT, loss: Callable[..., Tensor], *, again: bool) -> Iterator
 
 
 @contextmanager
-def elastic(model: GPT) -> Iterator[Step]:
-    """Give our step, of the plain model and the plain loss."""
+def elastic(model: GPT, *, plans: bool = False) -> Iterator[Step]:
+    """Give our step, of the plain model and the plain loss.
+
+    Args:
+        model: the model.
+        plans: the first step is planned, by real runs in each way.
+    """
 
     def loss_of(ids: Tensor) -> Tensor:
         return functional.cross_entropy(model(ids), shifted(ids))
@@ -153,7 +165,14 @@ def elastic(model: GPT) -> Iterator[Step]:
         memory=MemoryOptions(wait_for_memory=0, monitor_interval=0),
         recovery=RecoveryOptions(escalate="auto"),
     ) as mbs:
-        yield lambda ids: mbs.backward(loss_of, ids)
+        planned: list[PlanReport] = []
+
+        def step(ids: Tensor) -> None:
+            if plans and not planned:
+                planned.append(mbs.plan(loss_of, ids, compare=True, measure=True))
+            mbs.backward(loss_of, ids)
+
+        yield step
 
 
 OURS = "elastic-mbs"
@@ -251,7 +270,8 @@ def longest(way: str, limit: int, start: int) -> Longest:
 def seconds_of(way: str, length: int, limit: int) -> float:
     """Return the processor time of a step, in seconds."""
     model, ids = made(), ids_of(length)
-    with MemoryBudget(limit, [model, ids]), WAYS[way](model) as step:
+    opened = elastic(model, plans=True) if way == OURS else WAYS[way](model)
+    with MemoryBudget(limit, [model, ids]), opened as step:
         if way == OURS:
             step(ids)
             model.zero_grad()
@@ -292,22 +312,31 @@ def lengths_timed(found: Sequence[Longest]) -> Iterator[tuple[int, list[str]]]:
             yield length, ways
 
 
+def given_lengths(lengths: Sequence[int], limit: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield these lengths, with the ways that can train them."""
+    for length in lengths:
+        yield length, [way for way in WAYS if trains(way, length, limit) is not None]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; return 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--budget-mib", type=int, default=256, help="the memory (256)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each time (3)")
+    parser.add_argument("--lengths", type=int, nargs="+", help="time these alone, in tokens")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     given = parser.parse_args(argv)
     limit = given.budget_mib * MIB
-    print(f"{'in ' + str(given.budget_mib) + ' MiB':32}  {'tokens':>7}  {'peak':>9}")
+    if not given.lengths:
+        print(f"{'in ' + str(given.budget_mib) + ' MiB':32}  {'tokens':>7}  {'peak':>9}")
     found = list[Longest]()
-    for way in WAYS:
+    for way in () if given.lengths else WAYS:
         found.append(longest(way, limit, max([WINDOW, *(each.length for each in found)])))
         print(f"{way:32}  {found[-1].length:7}  {found[-1].peak / MIB:5.1f} MiB", flush=True)
     print(f"\n{'a step':32}  {'tokens':>7}  {'seconds':>7}  ours")
     rows = list[Timed]()
-    for length, ways in lengths_timed(found):
+    each = given_lengths(given.lengths, limit) if given.lengths else lengths_timed(found)
+    for length, ways in each:
         for row in timed(ways, length, limit, given.rounds):
             rows.append(row)
             print(f"{row.way:32}  {length:7}  {row.seconds:7.3f}  {row.ours:.2f} ×", flush=True)

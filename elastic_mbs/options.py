@@ -113,7 +113,8 @@ class RecoveryOptions(_Group):
             to be rolled back too.
         is_oom: a predicate for errors that this package does not recognise as out-of-memory.
         escalate: measures that are taken, one after the other, when the smallest micro-batch does
-            not fit, and taken back when there is more memory; "auto" takes all, in this order.
+            not fit, and taken back when there is more memory; "auto" takes all, in this order, and
+            first the fastest one with which it fits, where `ElasticMBS.plan` has compared them.
             "logits" runs a linear head and the cross-entropy after it in chunks of rows, with their
             gradients made at once: for large vocabularies. "checkpoint" runs blocks of the
             model again in backward, a quarter of them more at each step: by its own

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 _QUARTERS = 4  # of the blocks that a step checkpoints
@@ -51,6 +51,18 @@ def steps_of(rung: str, blocks: Callable[[], int], *, copies_ahead: bool = False
     yield Step(rung)
 
 
+class Memory(NamedTuple):
+    """The memory for a piece that does not fit.
+
+    Attributes:
+        capacity: bytes that this process can hold; None where that is not known.
+        elements: of each sample of the piece.
+    """
+
+    capacity: int | None
+    elements: int
+
+
 class Ladder:
     """The steps that are in use for one loss function.
 
@@ -62,16 +74,46 @@ class Ladder:
         self.steps: tuple[Step, ...] = ()
         self._needs: list[int | None] = []  # bytes that were too few without each step
         self._calls = 0  # that have ended since the last change
+        self._planned: Mapping[Step, int] = {}  # bytes that a piece needs with each step alone
+        self._elements = 0  # of each sample that was planned for
+
+    def plan(self, needs: Mapping[Step, int], elements: int) -> None:
+        """Take over the figures of a plan.
+
+        Args:
+            needs: bytes that the smallest piece needs with each step alone, the cheapest first.
+            elements: of each sample.
+        """
+        self._planned, self._elements = needs, elements
 
     def next(
-        self, rungs: Sequence[str], blocks: Callable[[], int], *, copies_ahead: bool = False
+        self,
+        rungs: Sequence[str],
+        blocks: Callable[[], int],
+        *,
+        copies_ahead: bool = False,
+        memory: Memory | None = None,
     ) -> Step | None:
-        """Return the step that follows those in use; None where none is left."""
-        every = [
-            step for rung in rungs for step in steps_of(rung, blocks, copies_ahead=copies_ahead)
-        ]
-        taken = max((every.index(step) + 1 for step in self.steps if step in every), default=0)
-        return next(iter(every[taken:]), None)
+        """Return the step that is taken next; None where none is left.
+
+        The first one is the cheapest with which the smallest piece fits, by a plan.
+
+        Args:
+            rungs: the rungs, in order.
+            blocks: returns how many blocks of the model can be checkpointed.
+            copies_ahead: the device copies from the host while it computes.
+            memory: the memory that there is; None where the order of the rungs counts alone.
+        """
+        left = list[Step]()
+        for rung in rungs:
+            every = list(steps_of(rung, blocks, copies_ahead=copies_ahead))
+            taken = max((every.index(step) + 1 for step in self.steps if step in every), default=0)
+            left += every[taken:]
+        if not self.steps and memory is not None and memory.elements <= self._elements:
+            capacity = memory.capacity or 0
+            fitting = (each for each, needs in self._planned.items() if needs <= capacity)
+            left = [*filter(left.__contains__, fitting), *left]
+        return next(iter(left), None)
 
     def climb(self, step: Step, too_few: int | None) -> None:
         """Put a step in use.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.peak import PeakModel
+from elastic_mbs.engine.shared.peers import quiet
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import ElasticMBSError, UsageError
 from elastic_mbs.escalation.ladder import Step
@@ -31,6 +33,7 @@ from elastic_mbs.planning.ways import (
     NOTHING,
     Known,
     NoWayError,
+    Times,
     seconds_to_move,
     ways_of,
     weighed,
@@ -66,10 +69,12 @@ def plan(
     budget: Budget,
     *,
     compare: bool,
+    measure: Callable[[PlanReport], Times] | None = None,
 ) -> PlanReport:
     """Trace a step on fake tensors and change nothing; see `ElasticMBS.plan`.
 
-    With `compare`, the ways that need less memory and more work are traced too.
+    With `compare`, the ways that need less memory and more work are traced too. `measure` returns
+    the times of a batch that has this plan.
     """
     if len(context.devices) > 1:
         return PlanReport(
@@ -79,7 +84,8 @@ def plan(
     streams, outside = context.streams.read(hosts=True), Outside(loss_fn)
     mark, reason = object(), None
     try:
-        traced = _trace(context, view, counts, loss_fn, optimizer, mark, compare=compare)
+        with quiet(context.peers):
+            traced = _trace(context, view, counts, loss_fn, optimizer, mark, compare=compare)
     except Exception as error:
         where = origin_of_error(error, names_of(context.model.roots))
         oom.clear_traceback(error)  # its frames hold fakes
@@ -91,7 +97,13 @@ def plan(
         context.streams.restore(streams)
         outside.put_back()
     _check_nothing_kept(mark)
-    return traced.report(budget) if reason is None else PlanReport(view.length, reason=reason)
+    if reason is not None:
+        return PlanReport(view.length, reason=reason)
+    report = traced.report(budget)
+    if measure is None or report.largest is None:
+        return report
+    times = measure(report)
+    return traced.report(budget._replace(time=times.time or budget.time), times.ways)
 
 
 class Budget(NamedTuple):
@@ -200,7 +212,13 @@ class _Traced:
     state: int  # bytes of the optimizer's state, once it is there
     step: int  # bytes at the peak of its step beyond state and gradients
 
-    def report(self, budget: Budget) -> PlanReport:
+    def report(self, budget: Budget, ways: Mapping[Step, float | None] | None = None) -> PlanReport:
+        """Return the plan.
+
+        Args:
+            budget: the memory, and the time.
+            ways: the measured seconds of each way; None where nothing was measured.
+        """
         context, samples = self.context, self.view.worth
         reading = context.monitor.read_now()
         seen = reading if isinstance(reading, Headroom) and reading.doubt is None else None
@@ -221,8 +239,8 @@ class _Traced:
             self._row(model, size, parameters, other, usable, time)
             for size in sorted(sizes - {0}, reverse=True)
         )
-        ways = (
-            self._weighed(largest, usable, held, step, time)
+        weighed_ways = (
+            self._weighed(largest, usable, held, step, time, ways or {})
             if usable is not None and largest is not None
             else ()
         )
@@ -235,11 +253,18 @@ class _Traced:
             step and held + step,
             None,
             model,
-            ways,
+            weighed_ways,
+            measured=bool(ways),
         )
 
     def _weighed(
-        self, largest: int, usable: int, held: int, step: int, time: tuple[float, float] | None
+        self,
+        largest: int,
+        usable: int,
+        held: int,
+        step: int,
+        time: tuple[float, float] | None,
+        measured: Mapping[Step, float | None],
     ) -> tuple[PlannedWay, ...]:
         """Return every way with its cost; empty unless ways were traced."""
         known = Known(
@@ -262,11 +287,14 @@ class _Traced:
                 continue
             model = self._model(lines, held, step)
             size = largest if way == NONE else self._largest(model, usable)
-            peak = self._least(model)
+            peak = self._least(model, size)
             planned = of(
                 way, trace=lines.largest, largest=size, pieces=self._pieces(size), peak=peak
             )
-            until = None if way == NONE or not size else self._until(planned, plain, largest, time)
+            if way in measured:
+                planned = _as_measured(planned, measured[way])
+            fits = way != NONE and bool(planned.largest)
+            until = self._until(planned, plain, largest, time) if fits else None
             found.append(
                 replace(planned, until=until, step=None if way == NONE else way, model=model)
             )
@@ -299,11 +327,18 @@ class _Traced:
         peak = model.predict(size * self.view.elements, first=self._is_first(size))
         return None if peak is None else round(peak / (1 - self.context.settings.policy.margin))
 
-    def _least(self, model: PeakModel) -> int | None:
-        """Return the peak of the smallest piece, in bytes; None where it is not known."""
+    def _least(self, model: PeakModel, largest: int) -> int | None:
+        """Return the peak of the smallest piece, in bytes; None where it is not known.
+
+        Tiles of small pieces are not as long as those of large ones, so the line through the large
+        ones can be too high. A smaller piece needs no more than the largest one that fits.
+        """
         floor = min(self.context.settings.policy.limits.floor, self.view.worth)
-        peak = model.predict(floor * self.view.elements, first=self._is_first(floor))
-        return None if peak is None else round(peak)
+        sizes = [floor, largest] if largest else [floor]
+        peaks = [
+            model.predict(size * self.view.elements, first=self._is_first(size)) for size in sizes
+        ]
+        return round(min(each for each in peaks if each is not None)) if any(peaks) else None
 
     def _pieces(self, size: int) -> int:
         return self.context.settings.policy.limits.pieces(self.view.worth, size) if size else 0
@@ -403,3 +438,10 @@ class _Traced:
         return PlannedSize(
             size, pieces, *at_peak, None if peak is None else round(peak), fits, seconds
         )
+
+
+def _as_measured(way: PlannedWay, seconds: float | None) -> PlannedWay:
+    """Return a way with its measured time. One that ran out of memory does not fit."""
+    if seconds == math.inf:
+        return replace(way, largest=0, pieces=0, seconds=None)
+    return replace(way, seconds=seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,16 +15,16 @@ from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.messages import Key, shape_class
 from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
-from elastic_mbs.engine.shared.peers import quiet
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.errors import NestedCallError, UnsupportedError
-from elastic_mbs.escalation.ladder import Ladder
+from elastic_mbs.escalation.ladder import Ladder, Step
 from elastic_mbs.events import Escalated
 from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.planning.plan import Budget, plan
 from elastic_mbs.planning.report import PlannedWay, PlanReport
 from elastic_mbs.rehearsal.samples import Signs
+from elastic_mbs.rehearsal.trials import Trials
 from elastic_mbs.rehearsal.verify import VerifyReport, verify
 
 
@@ -59,6 +60,7 @@ class Rehearsal:
         budget: int | str | None,
         *,
         compare: bool,
+        measure: bool,
         apply: bool,
     ) -> PlanReport:
         """Predict the memory of a step. See `ElasticMBS.plan`."""
@@ -66,14 +68,26 @@ class Rehearsal:
         name, identity = names_of(loss_fn)
         read = partial(self._batches.read, batch, name, ((), {}), training=True)
         controller = self._knowledge.controller
-        with self._read("plan", read) as (view, counts), quiet(self._resources.peers):
+        with self._read("plan", read) as (view, counts):
             key = Key(name, "train", shape_class(view.elements))
             model = self._resources.model
             ladder = self._knowledge.profile_of((name, identity), model.generation).ladder
             # A measured time is one with the steps that are in use.
             there = Budget(capacity, None if ladder.steps else controller.time(key))
-            report = plan(self._resources, view, counts, loss_fn, optimizer, there, compare=compare)
+            trials = Trials(self._resources, view, counts, loss_fn).times if measure else None
+            report = plan(
+                self._resources,
+                view,
+                counts,
+                loss_fn,
+                optimizer,
+                there,
+                compare=compare,
+                measure=trials,
+            )
         if apply and report.model is not None and report.largest is not None:
+            if report.ways:
+                ladder.plan(_needs(report), view.elements)
             way = self._way(report, key, ladder)
             memory, size = report.model, report.largest
             if way is not None and way.model is not None:
@@ -124,3 +138,9 @@ class Rehearsal:
                 yield found
             finally:
                 self.total = None
+
+
+def _needs(report: PlanReport) -> dict[Step, int]:
+    """Return the bytes that the smallest piece needs in each way, the fastest first."""
+    known = sorted(report.ways, key=lambda way: math.inf if way.seconds is None else way.seconds)
+    return {way.step: way.peak for way in known if way.step is not None and way.peak is not None}

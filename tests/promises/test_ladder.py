@@ -18,7 +18,7 @@ from elastic_mbs import (
     MemoryBudget,
     MicroBatchFloorError,
 )
-from elastic_mbs.escalation.ladder import Ladder, Step
+from elastic_mbs.escalation.ladder import Ladder, Memory, Step
 from elastic_mbs.events import format_bytes
 from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
@@ -189,6 +189,31 @@ def test_a_ladder_goes_up_and_down_the_same_steps(
         assert ladder.may_climb_down(2000, patience=1, changed=0.05) == (needed is not None)
         assert ladder.climb_down() == step
     assert ladder.steps == ()
+
+
+@given(
+    st.integers(1, 40),
+    st.permutations((*RUNGS, "tile")),
+    st.dictionaries(st.sampled_from([*RUNGS[::2], "tile"]), st.integers(1, 1000)),
+    st.one_of(st.none(), st.integers(0, 1000)),
+)
+def test_a_planned_step_comes_first_where_it_fits_and_all_others_follow(
+    blocks: int, rungs: list[str], needs: dict[str, int], capacity: int | None
+) -> None:
+    planned, ladder = Ladder(), Ladder()
+    planned.plan({Step(rung): needed for rung, needed in needs.items()}, 8)
+    up, plain = list[Step](), list[Step]()
+    for found, each in ((up, planned), (plain, ladder)):
+        while (step := each.next(rungs, lambda: blocks, memory=Memory(capacity, 8))) is not None:
+            each.climb(step, None)
+            found.append(step)
+    fitting = [Step(rung) for rung, needed in needs.items() if needed <= (capacity or 0)]
+    assert up[:1] == (fitting or plain)[:1]
+    assert [step for step in up if step != up[0]] == [step for step in plain if step != up[0]]
+    planned = Ladder()
+    planned.plan({Step("tile"): 0}, 8)
+    assert planned.next(rungs, lambda: blocks, memory=Memory(1, 9)) == plain[0], "longer samples"
+    assert planned.next(rungs, lambda: blocks) == plain[0], "in the order given"
 
 
 @pytest.mark.parametrize(("part", "rungs"), [(1.1, 0), (0.6, 2), (0.2, 3)])

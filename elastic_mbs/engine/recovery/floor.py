@@ -14,6 +14,7 @@ from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.recovery.refusal import Try, has_room, needed_by, refusal
 from elastic_mbs.errors import MicroBatchFloorError
 from elastic_mbs.escalation.checkpoint import checkpointable
+from elastic_mbs.escalation.ladder import Memory
 from elastic_mbs.events import Escalated, WaitingForMemory
 from elastic_mbs.memory import Headroom
 from elastic_mbs.memory.processes import describe
@@ -142,7 +143,11 @@ class Floor:
         ladder = parts.profile.ladder
         found = parts.resources.asynchronous
         ahead = found is not None and found.copies_ahead
-        step = ladder.next(parts.resources.rungs(), self._blocks, copies_ahead=ahead)
+        memory = None
+        if parts.resources.settings.recovery.escalate == "auto":
+            memory = Memory(None if seen is None else seen.capacity, parts.batch.view.elements)
+        rungs = parts.resources.rungs()
+        step = ladder.next(rungs, self._blocks, copies_ahead=ahead, memory=memory)
         if step is None:
             return False
         needed = needed_by(failure)
