@@ -278,26 +278,22 @@ class _Traced:
             before=self._pieces(largest),
             known=known,
         )
-        plain = self._model(self.lines, held, step)
-        found = list[PlannedWay]()
-        every = {NONE: self.lines, **self.ways} if self.ways else {}
-        for way, lines in every.items():
+        plain, found = self._model(self.lines, held, step), list[PlannedWay]()
+        for way, lines in {NONE: self.lines, **self.ways}.items() if self.ways else ():
             if isinstance(lines, str):
                 found.append(PlannedWay(str(way), reason=lines))
                 continue
             model = self._model(lines, held, step)
             size = largest if way == NONE else self._largest(model, usable)
-            peak = self._least(model, size)
-            planned = of(
-                way, trace=lines.largest, largest=size, pieces=self._pieces(size), peak=peak
-            )
+            pieces, peak = self._pieces(size), self._least(model, size)
+            planned = of(way, trace=lines.largest, largest=size, pieces=pieces, peak=peak)
             if way in measured:
                 planned = _as_measured(planned, measured[way])
-            fits = way != NONE and bool(planned.largest)
-            until = self._until(planned, plain, largest, time) if fits else None
-            found.append(
-                replace(planned, until=until, step=None if way == NONE else way, model=model)
-            )
+            if way == NONE:
+                found.append(replace(planned, model=model))
+                continue
+            until = self._until(planned, plain, largest, time) if planned.largest else None
+            found.append(replace(planned, until=until, step=way, model=model))
         return tuple(found)
 
     def _until(

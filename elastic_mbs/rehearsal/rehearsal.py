@@ -67,13 +67,12 @@ class Rehearsal:
         capacity = None if budget is None else parse_bytes(budget)
         name, identity = names_of(loss_fn)
         read = partial(self._batches.read, batch, name, ((), {}), training=True)
-        controller = self._knowledge.controller
         with self._read("plan", read) as (view, counts):
             key = Key(name, "train", shape_class(view.elements))
             model = self._resources.model
             ladder = self._knowledge.profile_of((name, identity), model.generation).ladder
             # A measured time is one with the steps that are in use.
-            there = Budget(capacity, None if ladder.steps else controller.time(key))
+            time = None if ladder.steps else self._knowledge.controller.time(key)
             trials = Trials(self._resources, view, counts, loss_fn).times if measure else None
             report = plan(
                 self._resources,
@@ -81,19 +80,25 @@ class Rehearsal:
                 counts,
                 loss_fn,
                 optimizer,
-                there,
+                Budget(capacity, time),
                 compare=compare,
                 measure=trials,
             )
-        if apply and report.model is not None and report.largest is not None:
-            if report.ways:
-                ladder.plan(_needs(report), view.elements)
-            way = self._way(report, key, ladder)
-            memory, size = report.model, report.largest
-            if way is not None and way.model is not None:
-                memory, size = way.model, way.largest
-            controller.planned(key, view.worth, view.elements, memory, size)
+        if apply:
+            self._apply(report, key, view, ladder)
         return report
+
+    def _apply(self, report: PlanReport, key: Key, view: BatchView, ladder: Ladder) -> None:
+        """Have the next calls use a plan: its size, its way, and its figures of all ways."""
+        memory, size = report.model, report.largest
+        if memory is None or size is None:
+            return
+        if report.ways:
+            ladder.plan(_needs(report), view.elements)
+        way = self._way(report, key, ladder)
+        if way is not None and way.model is not None:
+            memory, size = way.model, way.largest
+        self._knowledge.controller.planned(key, view.worth, view.elements, memory, size)
 
     def _way(self, report: PlanReport, key: Key, ladder: Ladder) -> PlannedWay | None:
         """Return the way in use from now on; None where it is none, or was not planned.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,11 +28,14 @@ from elastic_mbs.escalation.position_wise import PositionWise
 from elastic_mbs.memory import oom
 from elastic_mbs.planning.report import PlanReport
 from elastic_mbs.planning.ways import NONE, Times
+from elastic_mbs.rehearsal.kept import Kept
 from elastic_mbs.rehearsal.no_trace import no_trace
 from elastic_mbs.rollback.graph import has_hook, walk
 
-RUNS = 2  # that are timed; the quickest counts
+RUNS = 3  # that are timed, after one that is not; the quickest counts
 _LESS = 4  # the second size is so much smaller
+
+Pieces = tuple[int, Step]  # the size of the pieces of a trial, and the way in which they are made
 
 
 class Trials:
@@ -58,66 +61,78 @@ class Trials:
             UsageError: a hook of the user's would run.
         """
         self._refuse_hooks(self._resources.model.leaves)
-        time = self._coefficients(report.largest) if report.largest else None
-        steps = {way.step or NONE: way.largest for way in report.ways if way.largest}
-        return Times(time, {step: self._seconds(size, step) for step, size in steps.items()})
+        ways = {way.step or NONE: way.largest for way in report.ways if way.largest}
+        large = report.largest or 0
+        small = max(self._resources.settings.limits.floor, large // _LESS) if large else 0
+        tried = [(size, NONE) for size in (large, small) if size]
+        seconds = self.seconds(dict.fromkeys([*tried, *((ways[step], step) for step in ways)]))
+        time = None
+        if large:
+            fast, slow = (seconds[size, NONE] for size in (large, small))
+            time = self._coefficients(large, small, fast, slow)
+        return Times(time, {step: seconds[size, step] for step, size in ways.items()})
 
-    def _coefficients(self, largest: int) -> tuple[float, float] | None:
+    def _coefficients(
+        self, large: int, small: int, fast: float | None, slow: float | None
+    ) -> tuple[float, float] | None:
         """Return γ in seconds per element and δ in seconds per piece; None while not known.
 
         Args:
-            largest: a size that fits.
+            large: a size, in samples.
+            small: another one.
+            fast: seconds of the batch in pieces of the large size.
+            slow: in pieces of the small one.
         """
         limits, samples = self._resources.settings.limits, self._view.worth
-        sizes = largest, max(limits.floor, largest // _LESS)
-        few, many = (limits.pieces(samples, size) for size in sizes)
-        if few == many:
-            return None
-        fast, slow = (self._seconds(size, NONE) for size in sizes)
-        if fast is None or slow is None or math.isinf(fast) or math.isinf(slow):
+        few, many = (limits.pieces(samples, size) for size in (large, small))
+        if few == many or fast is None or slow is None or math.isinf(fast) or math.isinf(slow):
             return None
         per_piece = max(0.0, (slow - fast) / (many - few))
         per_sample = max(0.0, fast - per_piece * few) / samples
         return per_sample / self._view.elements, per_piece
 
-    # ------------------------------------------------------------------ one size, one way
+    # ------------------------------------------------------------------ sizes and ways, in turns
 
-    def _seconds(self, size: int, step: Step) -> float | None:
-        """Return the time of the batch in pieces of a size, made in one way.
+    def seconds(self, tried: Iterable[Pieces]) -> dict[Pieces, float | None]:
+        """Return the time of the batch in each kind of pieces, which take turns.
 
-        Returns:
-            Infinity where a piece runs out of memory, None where the device tells no time.
+        It is infinite where a piece runs out of memory, and None where the device tells no time.
         """
+        found: dict[Pieces, list[float | None]] = {each: [] for each in tried}
+        with ExitStack() as undo:
+            snapshot, kept = undo.enter_context(no_trace(self._resources, Trials, training=True))
+            undo.callback(self._put_back)
+            hooks = {each: self._hooks(each[1], snapshot) for each in found}
+            for turn in range(1 + RUNS):  # the first one fills caches, and shows what is edited
+                for each, times in found.items():
+                    if math.inf in times:
+                        continue
+                    self._resources.retry("put buffers and streams back", snapshot.restore)
+                    self._resources.retry("put back what loss_fn edited", kept.restore)
+                    seconds = self._timed(each[0], hooks[each], None if turn else kept)
+                    if turn or seconds == math.inf:
+                        times.append(seconds)
+        return {each: _quickest(times) for each, times in found.items()}
+
+    def _timed(self, size: int, hooks: AttemptHooks, kept: Kept | None) -> float | None:
+        """Run the batch, and return its time: infinity where it runs out of memory."""
         try:
-            return self._timed(size, step)
+            watch = Stopwatch(self._resources.asynchronous)
+            with ExitStack() as around:
+                if kept is not None:
+                    if "torch._dynamo" in sys.modules:
+                        around.enter_context(torch.compiler.set_stance("force_eager"))
+                    around.enter_context(kept)
+                self._run(size, hooks, looks=kept is not None)
+            watch.stop()
+            watch.done(wait=True)
+            return watch.seconds()
         except Exception as error:
             if oom.classify(error, self._resources.settings.recovery.is_oom) is None:
                 raise
             oom.clear_traceback(error)
         self._resources.release(thorough=True)
         return math.inf
-
-    def _timed(self, size: int, step: Step) -> float | None:
-        found = list[float | None]()
-        with ExitStack() as undo:
-            snapshot, kept = undo.enter_context(no_trace(self._resources, Trials, training=True))
-            undo.callback(self._put_back)
-            hooks = self._hooks(step, snapshot)
-            with ExitStack() as first:  # this run shows what has to be put back
-                if "torch._dynamo" in sys.modules:
-                    first.enter_context(torch.compiler.set_stance("force_eager"))
-                first.enter_context(kept)
-                self._run(size, hooks, looks=True)
-            for timed in (False, *RUNS * (True,)):  # the first one compiles, and fills caches
-                snapshot.restore()
-                kept.restore()
-                watch = Stopwatch(self._resources.asynchronous)
-                self._run(size, hooks)
-                watch.stop()
-                watch.done(wait=True)
-                found += [watch.seconds()] * timed
-        known = [each for each in found if each is not None]
-        return min(known) if len(known) == len(found) else None
 
     def _hooks(self, step: Step, snapshot: Snapshot) -> AttemptHooks:
         return AttemptHooks(
@@ -197,3 +212,10 @@ class Trials:
                 "would run with it (an optimizer that steps inside of backward, say): plan "
                 "without measure=True, before the hook is there"
             )
+
+
+def _quickest(times: Sequence[float | None]) -> float | None:
+    if math.inf in times:
+        return math.inf
+    known = [each for each in times if each is not None]
+    return min(known) if len(known) == len(times) else None
