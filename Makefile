@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_CUDA ?= torch==2.11.0
 
 BIN := .venv/bin
+# Sources are compiled when they are imported: most of torch and of the trainers never is.
 PIP := -m pip --quiet --quiet --disable-pip-version-check
 # The first pip that reads dependency groups; the one that venv brings may be older.
 NEWER_PIP := --upgrade "pip>=25.1"

@@ -7,7 +7,7 @@ A language model trains on one sequence, on a CPU under a `MemoryBudget`, which 
 weights, gradients and everything that a step makes. So a busy machine gives the same lengths. Each
 way starts from an empty gradient. Its length is doubled until it does not fit, and then halved in
 between. At the longest length of each way, or at the lengths given, all that can train it are timed
-in turns, in processor time; ours after a plan that measures, and a call. torch's own chunked loss
+in turns, in processor time; ours after autotuning, and a call. torch's own chunked loss
 is one operation, so what it takes inside is not counted, to its advantage.
 
 Attention is causal and within windows, as in most layers of the newer models, so time is linear in
@@ -40,11 +40,11 @@ from elastic_mbs import (
     ElasticMBS,
     MemoryBudget,
     MemoryOptions,
-    PlanReport,
     Policy,
     RecoveryOptions,
 )
 from elastic_mbs.errors import MicroBatchFloorError
+from elastic_mbs.escalation.autotune import TURNS
 
 WORDS, WIDTH, HEADS, LAYERS, WINDOW = 8192, 128, 4, 4, 256
 ROWS = 1024  # of a chunk, where torch has no chunked loss of its own
@@ -148,12 +148,12 @@ def by_hand(model: GPT, loss: Callable[..., Tensor], *, again: bool) -> Iterator
 
 
 @contextmanager
-def elastic(model: GPT, *, plans: bool = False) -> Iterator[Step]:
+def elastic(model: GPT, *, tunes: bool = False) -> Iterator[Step]:
     """Give our step, of the plain model and the plain loss.
 
     Args:
         model: the model.
-        plans: the first step is planned, by real runs in each way.
+        tunes: steps in each way come before the first one, and the fastest way stays.
     """
 
     def loss_of(ids: Tensor) -> Tensor:
@@ -165,11 +165,18 @@ def elastic(model: GPT, *, plans: bool = False) -> Iterator[Step]:
         memory=MemoryOptions(wait_for_memory=0, monitor_interval=0),
         recovery=RecoveryOptions(escalate="auto"),
     ) as mbs:
-        planned: list[PlanReport] = []
+
+        def tune(ids: Tensor) -> None:
+            """Let every way that fits take its turns."""
+            report = mbs.plan(loss_of, ids, autotune=True)
+            for _ in range(TURNS * sum(way.largest > 0 for way in report.ways)):
+                mbs.backward(loss_of, ids)
+
+        first = [tune] if tunes else []
 
         def step(ids: Tensor) -> None:
-            if plans and not planned:
-                planned.append(mbs.plan(loss_of, ids, compare=True, measure=True))
+            while first:
+                first.pop()(ids)
             mbs.backward(loss_of, ids)
 
         yield step
@@ -270,7 +277,7 @@ def longest(way: str, limit: int, start: int) -> Longest:
 def seconds_of(way: str, length: int, limit: int) -> float:
     """Return the processor time of a step, in seconds."""
     model, ids = made(), ids_of(length)
-    opened = elastic(model, plans=True) if way == OURS else WAYS[way](model)
+    opened = elastic(model, tunes=True) if way == OURS else WAYS[way](model)
     with MemoryBudget(limit, [model, ids]), opened as step:
         if way == OURS:
             step(ids)

@@ -192,10 +192,10 @@ class WaitingForMemory(Event):
 
 @dataclass(frozen=True)
 class Escalated(Event):
-    """A step up the ladder: the loss function runs with less memory and more work from now on.
+    """A step up the ladder: the loss function runs with less memory and other work from now on.
 
-    The smallest micro-batch does not fit, or a plan has found that fewer pieces make up for the
-    work. See `RecoveryOptions.escalate`.
+    The smallest micro-batch does not fit, or a plan or its autotuning has found that a batch takes
+    less time so. See `RecoveryOptions.escalate`.
     """
 
     level: ClassVar[int] = logging.WARNING

@@ -401,7 +401,7 @@ class ElasticMBS(RuntimeFigures):
         optimizer: Optimizer | None = None,
         budget: int | str | None = None,
         compare: bool = False,
-        measure: bool = False,
+        autotune: bool = False,
         apply: bool = True,
     ) -> PlanReport:
         """Predict the peak memory of a step for every size, as a table.
@@ -409,7 +409,6 @@ class ElasticMBS(RuntimeFigures):
         Forward, backward and the optimizer's step run on fake tensors, which have shapes and no
         memory: nothing is changed, no random number drawn. Where that is impossible (control flow
         that depends on values), the report's `reason` says why, and sizes are found while training.
-        With `measure` the batch runs, and everything is put back.
 
         Args:
             loss_fn: as for `backward`.
@@ -418,18 +417,18 @@ class ElasticMBS(RuntimeFigures):
             budget: bytes (or "8GiB") that must be enough; None: what this process could hold now.
             compare: compares each way of `RecoveryOptions.escalate` with none; `ways` and `fastest`
                 of the report say which makes the batch in the least time.
-            measure: runs forward and backward of the batch, four times at each of two sizes and in
-                each way that fits, so that times are measured ones; gradients are thrown away.
+            autotune: compares, and lets the next training calls take turns in the ways that fit,
+                three in each; the fastest one stays. All make the same gradients.
             apply: the next call starts at the largest micro-batch that fits, in the fastest way
                 where `compare` has found one that `escalate` allows; False only predicts, and
                 nothing changes.
 
         Raises:
-            UsageError: batch, counts or loss make no sense, or `loss_fn` keeps tensors; with
-                `measure`, a hook on a leaf would run.
+            UsageError: batch, counts or loss make no sense, or `loss_fn` keeps tensors; `autotune`
+                without `RecoveryOptions.escalate`.
         """
         self._calls.check_complete()
         check_function(loss_fn, "plan(loss_fn, batch)")
         return self._rehearsal.plan(
-            loss_fn, batch, optimizer, budget, compare=compare, measure=measure, apply=apply
+            loss_fn, batch, optimizer, budget, compare=compare, autotune=autotune, apply=apply
         )

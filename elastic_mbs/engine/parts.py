@@ -32,6 +32,7 @@ from elastic_mbs.engine.shared.companions import NEAR, can_keep_state, reached
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
 from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.engine.shared.tuning import note_call, use_next
 from elastic_mbs.engine.snapshot import Snapshot
 from elastic_mbs.events import Deescalated
 from elastic_mbs.rollback.places import keeps_statistics
@@ -90,8 +91,17 @@ class CallParts:
 
     def learn_end(self) -> None:
         """Count the call, and keep the companions with state in a first one."""
-        first = not self.profile.seen
-        self.profile.learn_end()
+        first, profile = not self.profile.seen, self.profile
+        profile.learn_end()
+        if profile.tuning is not None and profile.tuning.key == self.key:
+            note_call(
+                self.resources,
+                self.knowledge,
+                profile,
+                self.batch.view,
+                self.report.watch,
+                failed=bool(self.progress.failures),
+            )
         if first:
             model, changes = self.resources.model, self.resources.buffers.changes
             # State that has not changed can do so in a later call: a flag that a piece raises and
@@ -122,11 +132,18 @@ def _look_around(resources: Resources, batch: Batch, *, first: bool) -> None:
     resources.take_over(found.generators, for_good=first)
 
 
-def _climb_down(
+def _choose_steps(
     resources: Resources, knowledge: Knowledge, batch: Batch, profile: LossProfile
 ) -> None:
-    """Leave the last step of `escalate` where there is more memory now than when it was taken."""
+    """Leave the last step of `escalate` where there is more memory now than when it was taken.
+
+    While ways take turns, the next one's step is put in use.
+    """
     ladder, policy = profile.ladder, resources.settings.policy
+    if batch.training and profile.tuning is not None:
+        if profile.tuning.key == batch.key:
+            use_next(knowledge, profile, profile.tuning)
+        return
     if not batch.training or not ladder.steps:
         return
     seen = resources.capacity()
@@ -155,7 +172,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         resources.model.refuse_private()
     _look_around(resources, batch, first=not profile.seen)
     gradients = CallGradients(resources, profile, training=batch.training)
-    _climb_down(resources, knowledge, batch, profile)
+    _choose_steps(resources, knowledge, batch, profile)
     decision, progress = _begun(resources, knowledge, batch, gradients)
     loader = Loader(
         view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full

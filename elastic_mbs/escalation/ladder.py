@@ -126,6 +126,12 @@ class Ladder:
         self._needs.append(too_few)
         self._calls = 0
 
+    def use(self, step: Step | None, too_few: int | None) -> None:
+        """Put one step, or none, in the place of those in use; see `climb`."""
+        self.steps, self._needs, self._calls = (), [], 0
+        if step is not None:
+            self.climb(step, too_few)
+
     def count_call(self) -> None:
         """Count a call that has ended well."""
         self._calls += 1

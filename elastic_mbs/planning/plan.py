@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,6 @@ from elastic_mbs.batch.containers import tensors_in
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.peak import PeakModel
-from elastic_mbs.engine.shared.peers import quiet
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.errors import ElasticMBSError, UsageError
 from elastic_mbs.escalation.ladder import Step
@@ -33,7 +31,6 @@ from elastic_mbs.planning.ways import (
     NOTHING,
     Known,
     NoWayError,
-    Times,
     seconds_to_move,
     ways_of,
     weighed,
@@ -69,12 +66,10 @@ def plan(
     budget: Budget,
     *,
     compare: bool,
-    measure: Callable[[PlanReport], Times] | None = None,
 ) -> PlanReport:
     """Trace a step on fake tensors and change nothing; see `ElasticMBS.plan`.
 
-    With `compare`, the ways that need less memory and more work are traced too. `measure` returns
-    the times of a batch that has this plan.
+    With `compare`, the ways that need less memory and more work are traced too.
     """
     if len(context.devices) > 1:
         return PlanReport(
@@ -84,8 +79,7 @@ def plan(
     streams, outside = context.streams.read(hosts=True), Outside(loss_fn)
     mark, reason = object(), None
     try:
-        with quiet(context.peers):
-            traced = _trace(context, view, counts, loss_fn, optimizer, mark, compare=compare)
+        traced = _trace(context, view, counts, loss_fn, optimizer, mark, compare=compare)
     except Exception as error:
         where = origin_of_error(error, names_of(context.model.roots))
         oom.clear_traceback(error)  # its frames hold fakes
@@ -97,13 +91,7 @@ def plan(
         context.streams.restore(streams)
         outside.put_back()
     _check_nothing_kept(mark)
-    if reason is not None:
-        return PlanReport(view.length, reason=reason)
-    report = traced.report(budget)
-    if measure is None or report.largest is None:
-        return report
-    times = measure(report)
-    return traced.report(budget._replace(time=times.time or budget.time), times.ways)
+    return traced.report(budget) if reason is None else PlanReport(view.length, reason=reason)
 
 
 class Budget(NamedTuple):
@@ -212,13 +200,7 @@ class _Traced:
     state: int  # bytes of the optimizer's state, once it is there
     step: int  # bytes at the peak of its step beyond state and gradients
 
-    def report(self, budget: Budget, ways: Mapping[Step, float | None] | None = None) -> PlanReport:
-        """Return the plan.
-
-        Args:
-            budget: the memory, and the time.
-            ways: the measured seconds of each way; None where nothing was measured.
-        """
+    def report(self, budget: Budget) -> PlanReport:
         context, samples = self.context, self.view.worth
         reading = context.monitor.read_now()
         seen = reading if isinstance(reading, Headroom) and reading.doubt is None else None
@@ -239,8 +221,8 @@ class _Traced:
             self._row(model, size, parameters, other, usable, time)
             for size in sorted(sizes - {0}, reverse=True)
         )
-        weighed_ways = (
-            self._weighed(largest, usable, held, step, time, ways or {})
+        ways = (
+            self._weighed(largest, usable, held, step, time)
             if usable is not None and largest is not None
             else ()
         )
@@ -253,18 +235,11 @@ class _Traced:
             step and held + step,
             None,
             model,
-            weighed_ways,
-            measured=bool(ways),
+            ways,
         )
 
     def _weighed(
-        self,
-        largest: int,
-        usable: int,
-        held: int,
-        step: int,
-        time: tuple[float, float] | None,
-        measured: Mapping[Step, float | None],
+        self, largest: int, usable: int, held: int, step: int, time: tuple[float, float] | None
     ) -> tuple[PlannedWay, ...]:
         """Return every way with its cost; empty unless ways were traced."""
         known = Known(
@@ -278,22 +253,23 @@ class _Traced:
             before=self._pieces(largest),
             known=known,
         )
-        plain, found = self._model(self.lines, held, step), list[PlannedWay]()
-        for way, lines in {NONE: self.lines, **self.ways}.items() if self.ways else ():
+        plain = self._model(self.lines, held, step)
+        found = list[PlannedWay]()
+        every = {NONE: self.lines, **self.ways} if self.ways else {}
+        for way, lines in every.items():
             if isinstance(lines, str):
                 found.append(PlannedWay(str(way), reason=lines))
                 continue
             model = self._model(lines, held, step)
             size = largest if way == NONE else self._largest(model, usable)
-            pieces, peak = self._pieces(size), self._least(model, size)
-            planned = of(way, trace=lines.largest, largest=size, pieces=pieces, peak=peak)
-            if way in measured:
-                planned = _as_measured(planned, measured[way])
-            if way == NONE:
-                found.append(replace(planned, model=model))
-                continue
-            until = self._until(planned, plain, largest, time) if planned.largest else None
-            found.append(replace(planned, until=until, step=way, model=model))
+            peak = self._least(model, size)
+            planned = of(
+                way, trace=lines.largest, largest=size, pieces=self._pieces(size), peak=peak
+            )
+            until = None if way == NONE or not size else self._until(planned, plain, largest, time)
+            found.append(
+                replace(planned, until=until, step=None if way == NONE else way, model=model)
+            )
         return tuple(found)
 
     def _until(
@@ -434,10 +410,3 @@ class _Traced:
         return PlannedSize(
             size, pieces, *at_peak, None if peak is None else round(peak), fits, seconds
         )
-
-
-def _as_measured(way: PlannedWay, seconds: float | None) -> PlannedWay:
-    """Return a way with its measured time. One that ran out of memory does not fit."""
-    if seconds == math.inf:
-        return replace(way, largest=0, pieces=0, seconds=None)
-    return replace(way, seconds=seconds)

@@ -8,9 +8,6 @@ from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.events import format_bytes
 
-# Measured times are noisy: another way has to be faster by more than this to be worth it.
-NEAR = 1.1
-
 
 @dataclass(frozen=True)
 class PlannedSize:
@@ -50,15 +47,14 @@ class PlannedWay:
     Attributes:
         name: "none", or a step of `RecoveryOptions.escalate` by itself: "logits", "checkpoint (2
             of 8 blocks)", "tile", "offload".
-        largest: the largest size that fits, in samples; 0 if none does, or if it ran out of memory
-            when it was measured.
+        largest: the largest size that fits, in samples; 0 if none does.
         pieces: their number in the batch.
         work: multiplications and additions of a sample, as a multiple of those of "none"; None if
             the model has neither matmuls nor convolutions.
         moved: bytes of a sample that go to the host and come back.
-        seconds: time of a call on the batch in these pieces. With `measure=True` it was measured.
-            Else it is the measured γ times `work`, the measured δ times the operations, and the
-            copies of `moved`; None while γ and δ are not known.
+        seconds: time of a call on the batch in these pieces: the measured γ times `work`, the
+            measured δ times the operations, and the copies of `moved`; None while γ and δ are not
+            known.
         pays: the least overhead of a piece (δ/γ, in samples) at which this way is faster than
             "none"; None if it never is, and for "none" and "offload".
         reason: why this way is impossible, or changes nothing; None if it is possible.
@@ -99,7 +95,6 @@ class PlanReport:
         model: the peak as a function of elements; None without a plan.
         ways: the ways to make pieces; empty without `compare=True` or while the memory is not
             known.
-        measured: the times of ways were measured, each by itself.
     """
 
     samples: int
@@ -111,7 +106,6 @@ class PlanReport:
     reason: str | None = None
     model: PeakModel | None = field(default=None, repr=False, compare=False)
     ways: tuple[PlannedWay, ...] = ()
-    measured: bool = False
 
     @property
     def fastest(self) -> str | None:
@@ -122,19 +116,11 @@ class PlanReport:
     def chosen(self) -> PlannedWay | None:
         """The way named by `fastest`."""
         fitting = [way for way in self.ways if way.largest]
-        if not fitting:
-            return None
-        first = fitting[0]
-        whole = first.name == "none" and first.pieces == 1
-        if len(fitting) == 1 or (whole and not self.measured):
+        if len(fitting) == 1 or (fitting and fitting[0].name == "none" and fitting[0].pieces == 1):
             # the only one that fits; or the batch is not split, and less work is faster
-            return first
+            return fitting[0]
         known = [(way.seconds, way.name, way) for way in fitting if way.seconds is not None]
-        if len(known) < len(fitting):
-            return None
-        fastest = min(known)
-        near = self.measured and first.name == "none" and known[0][0] <= NEAR * fastest[0]
-        return first if near else fastest[2]
+        return min(known)[2] if known and len(known) == len(fitting) else None
 
     @property
     def why(self) -> str:
@@ -143,12 +129,10 @@ class PlanReport:
         if chosen is None:
             return ""
         none, fitting = self.ways[0], [way for way in self.ways if way.largest]
-        if len(fitting) == 1:
-            return "nothing else fits"
-        if chosen is none and self.measured:
-            return f"measured: {_in_words(none.seconds)} s, and no other way is faster by a tenth"
         if chosen is none and none.pieces == 1:
             return "the batch fits whole, and no other way has less work"
+        if len(fitting) == 1:
+            return "nothing else fits"
         if chosen is none:
             return f"{none.pieces} pieces cost less than the work or the copies of any other way"
         if not none.largest:
@@ -205,7 +189,7 @@ class PlanReport:
                     f"{way.pays:.3g} samples take"
                 )
         unknown = (
-            "not known: no calls were timed at two sizes, see measure="
+            "not known: no calls were timed at two sizes"
             if any(way.largest for way in self.ways)
             else "not even the smallest size fits"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -68,19 +68,6 @@ class Known(NamedTuple):
     # γ, in seconds per sample, and δ, in seconds per piece, without any of the ways
     time: tuple[float, float] | None = None
     move: float | None = None  # seconds for a byte to go to the host and come back
-
-
-class Times(NamedTuple):
-    """The times of real runs of a batch.
-
-    Attributes:
-        time: γ, in seconds per element, and δ, in seconds per piece; None while not known.
-        ways: seconds of the batch in the largest pieces of each way that fits: infinity where it
-            ran out of memory, None where the device tells no time.
-    """
-
-    time: tuple[float, float] | None
-    ways: Mapping[Step, float | None]
 
 
 class _Moved(OffloadedTensors):

@@ -21,22 +21,20 @@ from elastic_mbs.dispatch import import_compiler
 
 
 class Kept(TorchDispatchMode):
-    """A mode that keeps what is about to be edited, and the state of unknown modules.
+    """A mode that keeps what is about to be edited, and puts unknown modules in evaluation.
 
     What the rehearsal has made itself is not kept.
 
     Args:
         known: the modules of the model, whose buffers have a snapshot.
-        training: unknown modules stay in the mode that they are in; else they go in evaluation.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, known: Sequence[nn.Module], *, training: bool = False) -> None:
+    def __init__(self, known: Sequence[nn.Module]) -> None:
         import_compiler()
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self._known = set(known)
-        self._training = training
         self._thread = threading.get_ident()
         self._own: set[int] = set()  # storages that the rehearsal has made
         # by storage: all of it, with its values, and the shape of what was edited
@@ -79,7 +77,7 @@ class Kept(TorchDispatchMode):
             if each not in self._known:
                 self._known.add(each)
                 self._modules.append((each, each.training, dict(each._buffers)))
-                each.training = each.training and self._training
+                each.training = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -14,17 +14,18 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.messages import Key, shape_class
-from elastic_mbs.engine.shared.knowledge import Knowledge, names_of
+from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile, names_of
+from elastic_mbs.engine.shared.peers import quiet
 from elastic_mbs.engine.shared.resources import Resources
 from elastic_mbs.engine.shared.running import running_call
-from elastic_mbs.errors import NestedCallError, UnsupportedError
+from elastic_mbs.errors import NestedCallError, UnsupportedError, UsageError
+from elastic_mbs.escalation.autotune import Autotune, Candidate
 from elastic_mbs.escalation.ladder import Ladder, Step
 from elastic_mbs.events import Escalated
 from elastic_mbs.memory.sensor import parse_bytes
 from elastic_mbs.planning.plan import Budget, plan
 from elastic_mbs.planning.report import PlannedWay, PlanReport
 from elastic_mbs.rehearsal.samples import Signs
-from elastic_mbs.rehearsal.trials import Trials
 from elastic_mbs.rehearsal.verify import VerifyReport, verify
 
 
@@ -60,45 +61,63 @@ class Rehearsal:
         budget: int | str | None,
         *,
         compare: bool,
-        measure: bool,
+        autotune: bool,
         apply: bool,
     ) -> PlanReport:
         """Predict the memory of a step. See `ElasticMBS.plan`."""
+        if autotune and not self._resources.rungs():
+            raise UsageError(
+                "autotune=True tries the ways of RecoveryOptions.escalate, and there is none: make "
+                'the runtime with recovery=RecoveryOptions(escalate="auto")'
+            )
         capacity = None if budget is None else parse_bytes(budget)
         name, identity = names_of(loss_fn)
         read = partial(self._batches.read, batch, name, ((), {}), training=True)
-        with self._read("plan", read) as (view, counts):
+        compare = compare or autotune
+        with self._read("plan", read) as (view, counts), quiet(self._resources.peers):
             key = Key(name, "train", shape_class(view.elements))
             model = self._resources.model
-            ladder = self._knowledge.profile_of((name, identity), model.generation).ladder
+            profile = self._knowledge.profile_of((name, identity), model.generation)
             # A measured time is one with the steps that are in use.
-            time = None if ladder.steps else self._knowledge.controller.time(key)
-            trials = Trials(self._resources, view, counts, loss_fn).times if measure else None
-            report = plan(
-                self._resources,
-                view,
-                counts,
-                loss_fn,
-                optimizer,
-                Budget(capacity, time),
-                compare=compare,
-                measure=trials,
-            )
-        if apply:
-            self._apply(report, key, view, ladder)
+            time = None if profile.ladder.steps else self._knowledge.controller.time(key)
+            there = Budget(capacity, time)
+            report = plan(self._resources, view, counts, loss_fn, optimizer, there, compare=compare)
+        if apply or autotune:
+            self._apply(report, key, view, profile, autotune=autotune)
         return report
 
-    def _apply(self, report: PlanReport, key: Key, view: BatchView, ladder: Ladder) -> None:
+    def _apply(
+        self, report: PlanReport, key: Key, view: BatchView, profile: LossProfile, *, autotune: bool
+    ) -> None:
         """Have the next calls use a plan: its size, its way, and its figures of all ways."""
-        memory, size = report.model, report.largest
+        memory, size, ladder = report.model, report.largest, profile.ladder
         if memory is None or size is None:
             return
         if report.ways:
             ladder.plan(_needs(report), view.elements)
+        candidates = self._candidates(report) if autotune else []
+        if len(candidates) > 1:
+            profile.begin_tuning(Autotune(key, view.worth, view.elements, candidates))
+            return
         way = self._way(report, key, ladder)
         if way is not None and way.model is not None:
             memory, size = way.model, way.largest
         self._knowledge.controller.planned(key, view.worth, view.elements, memory, size)
+
+    def _candidates(self, report: PlanReport) -> list[Candidate]:
+        """Return the ways that fit, of which each takes its turns."""
+        none, whole = report.ways[0], report.sizes[0].peak
+        until = None
+        if none.pieces != 1 and whole is not None:
+            until = round(whole / (1 - self._resources.settings.policy.margin))
+        rungs = self._resources.rungs()
+        return [
+            Candidate(way.step, way.model, way.largest, None if way.step is None else until)
+            for way in report.ways
+            if way.largest
+            and way.model is not None
+            and (way.step is None or way.step.rung in rungs)
+        ]
 
     def _way(self, report: PlanReport, key: Key, ladder: Ladder) -> PlannedWay | None:
         """Return the way in use from now on; None where it is none, or was not planned.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.engine.shared.peers import quiet
 from elastic_mbs.engine.shared.resources import Resources
+from elastic_mbs.engine.snapshot import Snapshot
 from elastic_mbs.errors import UsageError
 from elastic_mbs.rehearsal.comparison import Comparison
+from elastic_mbs.rehearsal.kept import Kept
 from elastic_mbs.rehearsal.moved import moved_in_training
-from elastic_mbs.rehearsal.no_trace import no_trace
 from elastic_mbs.rehearsal.reasons import reason_of
 
 
@@ -123,10 +127,35 @@ def _compare(
     *,
     tries: bool,
 ) -> VerifyReport:
-    with no_trace(resources, VerifyReport) as (snapshot, kept):
+    snapshot = Snapshot(resources, VerifyReport)
+    # Set aside, whatever loss_fn does: nothing here adds to them. It may have frozen some, too.
+    gradients = [(each, each.grad, each.requires_grad) for each in _parameters(resources)]
+    kept = Kept(resources.model.every)  # the snapshot has the state of all of these
 
-        def run() -> VerifyReport:
-            return _report(Comparison(resources, few, counts, loss_fn, snapshot, kept))
+    def put_back() -> None:
+        resources.retry("put buffers and random streams back", snapshot.restore)
+        resources.retry("put the tensors back that loss_fn edited", kept.restore)
+        for leaf, gradient, trainable in gradients:
+            leaf.grad = gradient
+            if leaf.requires_grad is not trainable:
+                leaf.requires_grad_(trainable)
 
+    def run() -> VerifyReport:
+        return _report(Comparison(resources, few, counts, loss_fn, snapshot, kept))
+
+    with ExitStack() as backup, ExitStack() as undo:
+        backup.callback(resources.retry, "drop the copies of the buffers", snapshot.close)
+        snapshot.take_modes()
+        resources.retry("copy buffers and random streams", snapshot.take)
+        for stack in (backup, undo):  # should an interrupt strike one, the other is whole
+            stack.callback(put_back)
+        for leaf, _, _ in gradients:
+            leaf.grad = None
         what = f"run {few.length} samples whole: verify takes fewer with samples="
         return resources.retry(what, run) if tries else run()
+
+
+def _parameters(resources: Resources) -> list[nn.Parameter]:
+    """Return the parameters of the model, each once."""
+    owned = [module._parameters.values() for module in resources.model.modules]
+    return list(dict.fromkeys(each for own in owned for each in own if each is not None))

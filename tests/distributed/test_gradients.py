@@ -417,9 +417,7 @@ def rehearse(rank: int, world: int) -> tuple[bool, str]:
         if rank:  # beside the loop, on one rank only
             return True, ""
         report = mbs.verify(lambda x: square(ddp(x)), data(0, 0))
-        plan = mbs.plan(lambda x: square(ddp(x)), data(0, 0), compare=True, measure=True)
-        assert plan.measured
-        assert all(parameter.grad is None for parameter in ddp.parameters())
+        plan = mbs.plan(lambda x: square(ddp(x)), data(0, 0))
         return report.ok, plan.reason or ""
 
 

@@ -301,10 +301,7 @@ def rehearse(rank: int, world: int) -> tuple[bool, str]:
     model, _ = pair()
     with ElasticMBS(model, distributed=TIMEOUT) as mbs:
         report = mbs.verify(lambda x: square(model(x)), data(rank, 0))
-        plan = mbs.plan(lambda x: square(model(x)), data(rank, 0), compare=True, measure=True)
-        assert plan.measured
-        assert all(parameter.grad is None for parameter in model.parameters())
-        mbs.backward(lambda x: square(model(x)), data(rank, 0))  # the ranks go on together
+        plan = mbs.plan(lambda x: square(model(x)), data(rank, 0))
         return report.ok, plan.reason or ""
 
 

@@ -17,11 +17,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport
+from elastic_mbs import ElasticMBS, MemoryBudget, PlanReport, Policy
 from elastic_mbs.cli.plan.chart import draw
-from elastic_mbs.cli.plan.job import load
+from elastic_mbs.cli.plan.job import Job, load
 
 SCHEMA = "elastic-mbs-plan"
+CALLS = 3  # that are timed at each size; the quickest counts
 # of the JSON document: rises when a field goes or changes its meaning, not when one is added
 VERSION = 1
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="run the batch at two sizes, and with --compare in each way, for its time",
+        help="run a few steps at two sizes first, on the machine itself, for their time",
     )
     parser.add_argument(
         "--compare",
@@ -73,17 +74,36 @@ def main(arguments: argparse.Namespace) -> int:
         else nullcontext()
     )
     with budget, ElasticMBS(job.model, **job.options) as mbs:
+        if arguments.measure:
+            _measure(mbs, job)
         report = mbs.plan(
-            job.loss_fn,
-            job.batch,
-            optimizer=job.optimizer,
-            compare=arguments.compare,
-            measure=arguments.measure,
+            job.loss_fn, job.batch, optimizer=job.optimizer, compare=arguments.compare
         )
     if arguments.plot is not None and report.reason is None:
         draw(report, arguments.plot)
     print(json.dumps(document(report), indent=2) if arguments.json else report)
     return int(report.reason is not None or report.largest == 0)
+
+
+def _measure(mbs: ElasticMBS, job: Job) -> None:
+    """Run calls in pieces of two sizes that fit, so that a plan knows their time."""
+    fitting = [
+        planned.peak
+        for planned in mbs.plan(job.loss_fn, job.batch, optimizer=job.optimizer).sizes
+        if planned.fits and planned.peak is not None
+    ]
+    margin = (job.options.get("policy") or Policy()).margin
+    # the largest, and that halved twice
+    for peak in dict.fromkeys([*fitting[:1], *fitting[:3][-1:]]):
+        mbs.plan(
+            job.loss_fn,
+            job.batch,
+            optimizer=job.optimizer,
+            budget=int(peak / (1 - margin)) + 1,
+        )
+        for _ in range(CALLS):
+            mbs.backward(job.loss_fn, job.batch)
+            job.optimizer.zero_grad()
 
 
 def document(report: PlanReport) -> dict[str, Any]:

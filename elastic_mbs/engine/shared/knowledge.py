@@ -15,6 +15,7 @@ from elastic_mbs.batch.containers import Path
 from elastic_mbs.controller.controller import Controller
 from elastic_mbs.controller.messages import CallOutcome, Key
 from elastic_mbs.engine.outcome.timing import Timed
+from elastic_mbs.escalation.autotune import Autotune
 from elastic_mbs.escalation.head import OtherLayers
 from elastic_mbs.escalation.ladder import Ladder
 from elastic_mbs.escalation.position_wise import PositionWise
@@ -27,7 +28,7 @@ class LossProfile:
     """The facts that calls have shown about one loss function, over one set of trainable leaves.
 
     They decide the work before a backward and the replay of a failed piece. But for
-    `changes_buffers`, a fact that was seen once is never taken back.
+    `changes_buffers` and `tuning`, a fact that was seen once is never taken back.
     """
 
     # Numbers of commits of clean backwards. There are several where the graph depends on the data.
@@ -43,6 +44,7 @@ class LossProfile:
     edits_batch: bool = False  # it edits its batch in place: pieces are copies
     seen: bool = False  # a call has ended, so it is known what else it changes
     ladder: Ladder = field(default_factory=Ladder)  # the steps of `escalate` that are in use
+    tuning: Autotune | None = None  # the ways that take turns, until the fastest is known
     # Of the linear layers, those whose output is more than the logits of a cross-entropy.
     other_layers: OtherLayers = field(default_factory=OtherLayers)
     position_wise: PositionWise = field(default_factory=PositionWise)  # the modules that are
@@ -115,6 +117,14 @@ class LossProfile:
         """Return what calls have survived that were begun again, once."""
         carried, self.carried = self.carried, (0, 0)
         return carried
+
+    def begin_tuning(self, tuning: Autotune) -> None:
+        """Let the next calls take turns in some ways."""
+        self.tuning = tuning
+
+    def end_tuning(self) -> None:
+        """End the turns."""
+        self.tuning = None
 
     def learn_compared(self) -> None:
         """Record that whole and pieces are not to be compared any more."""
