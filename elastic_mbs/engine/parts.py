@@ -113,20 +113,20 @@ class CallParts:
             )
 
 
-def _look_around(resources: Resources, batch: Batch, *, first: bool) -> None:
+def look_around(resources: Resources, sources: Iterable[Any], *, first: bool) -> None:
     """Take over the modules and generators that a step can reach.
 
     Args:
         resources: the model and its devices.
-        batch: the batch of the call.
-        first: it is the first call of its loss function.
+        sources: what the step is made of: its function and arguments.
+        first: no call of its loss function has ended.
     """
     model = resources.model
     if first:
-        found = reached(batch.sources())
+        found = reached(sources)
         model.accompany([*model.companions, *found.modules])
     else:
-        found = reached(batch.sources(), known=model.met, most=NEAR)
+        found = reached(sources, known=model.met, most=NEAR)
         if found.modules or model.nearby:
             model.accompany(model.companions, filter(can_keep_state, found.modules))
     resources.take_over(found.generators, for_good=first)
@@ -170,7 +170,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     profile = knowledge.profile_of((key.name, batch.identity), resources.model.generation)
     if batch.training:
         resources.model.refuse_private()
-    _look_around(resources, batch, first=not profile.seen)
+    look_around(resources, batch.sources(), first=not profile.seen)
     gradients = CallGradients(resources, profile, training=batch.training)
     _choose_steps(resources, knowledge, batch, profile)
     decision, progress = _begun(resources, knowledge, batch, gradients)

@@ -79,7 +79,7 @@ def plan(
     streams, outside = context.streams.read(hosts=True), Outside(loss_fn)
     mark, reason = object(), None
     try:
-        traced = _trace(context, view, counts, loss_fn, optimizer, mark, compare=compare)
+        traced = _trace(context, view, counts, loss_fn, optimizer, outside, mark, compare=compare)
     except Exception as error:
         where = origin_of_error(error, names_of(context.model.roots))
         oom.clear_traceback(error)  # its frames hold fakes
@@ -108,6 +108,7 @@ def _trace(
     counts: Counts,
     loss_fn: Callable[[Any], Any],
     optimizer: Optimizer | None,
+    outside: Outside,
     mark: object,
     *,
     compare: bool,
@@ -119,7 +120,8 @@ def _trace(
     evaluation stack holds the arguments of a running function.
     """
     tracer = Tracer(context, view, counts, loss_fn, Fakes(mark))
-    with tracer.fakes.inside(context.model.modules):
+    modules = dict.fromkeys([*context.model.modules, *outside.modules])
+    with tracer.fakes.inside(list(modules)):
         floor = context.settings.policy.limits.floor
         lines = lines_of(partial(tracer.piece, count=compare), floor, view.worth, view.elements)
         every = ways_of(context.model.modules) if compare else []

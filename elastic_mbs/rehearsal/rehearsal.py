@@ -14,6 +14,7 @@ from elastic_mbs.batch.counts import Counts
 from elastic_mbs.batch.reader import BatchReader
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.controller.messages import Key, shape_class
+from elastic_mbs.engine.parts import look_around
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile, names_of
 from elastic_mbs.engine.shared.peers import quiet
 from elastic_mbs.engine.shared.resources import Resources
@@ -50,7 +51,11 @@ class Rehearsal:
             signs = Signs(view, counts, self._resources.settings.limits)
             return self._batches.some(view, *signs.telling(samples))
 
+        name, identity = names_of(loss_fn)
         with self._read("verify", read) as (few, counts):
+            model = self._resources.model
+            profile = self._knowledge.profile_of((name, identity), model.generation)
+            look_around(self._resources, [loss_fn], first=not profile.seen)
             return verify(self._resources, few, counts, loss_fn)
 
     def plan(

@@ -156,6 +156,6 @@ def _compare(
 
 
 def _parameters(resources: Resources) -> list[nn.Parameter]:
-    """Return the parameters of the model, each once."""
-    owned = [module._parameters.values() for module in resources.model.modules]
+    """Return the parameters of the model and of modules beside it, each once."""
+    owned = [module._parameters.values() for module in resources.model.every]
     return list(dict.fromkeys(each for own in owned for each in own if each is not None))
