@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from operator import itemgetter
 
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.escalation.ladder import Step
@@ -119,8 +120,10 @@ class PlanReport:
         if len(fitting) == 1 or (fitting and fitting[0].name == "none" and fitting[0].pieces == 1):
             # the only one that fits; or the batch is not split, and less work is faster
             return fitting[0]
-        known = [(way.seconds, way.name, way) for way in fitting if way.seconds is not None]
-        return min(known)[2] if known and len(known) == len(fitting) else None
+        known = [(way.seconds, way) for way in fitting if way.seconds is not None]
+        if not known or len(known) < len(fitting):
+            return None
+        return min(known, key=itemgetter(0))[1]  # of equals the first one: "none" is before others
 
     @property
     def why(self) -> str:

@@ -316,3 +316,9 @@ def test_fused_attention_has_the_work_of_its_products() -> None:
     assert products > 0
     # the flash kernel computes its scores a second time in backward
     assert 1 <= work(lambda: F.scaled_dot_product_attention(q, q, q)) / products <= 1.25
+
+
+def test_of_two_ways_of_equal_time_the_first_one_is_chosen() -> None:
+    ways = tuple(PlannedWay(name, 4, 2, 1.0, 0, 2.5) for name in ("none", "logits"))
+    assert PlanReport(8, ways=ways).fastest == "none"
+    assert PlanReport(8, ways=ways[::-1]).fastest == "logits"
