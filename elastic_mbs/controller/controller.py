@@ -274,13 +274,13 @@ class Controller:
         if track is not None and not outcome.ooms:
             track.measure_time(outcome)
 
-    def needs_other(self, key: Key) -> None:
-        """Forget the measurements of all calls of this name and mode, in every shape class.
+    def needs_other(self, key: Key, *, alone: bool = False) -> None:
+        """Forget the measurements of all calls of this name and mode; `alone`, of this kind.
 
         They need other memory and time from now on: a step of `escalate` was taken or left.
         """
         for other, track in self._tracks.items():
-            if (other.name, other.mode) == (key.name, key.mode):
+            if other == key or (not alone and other[:2] == key[:2]):  # name and mode
                 track.forget()
 
     # ------------------------------------------------------------------ what is known

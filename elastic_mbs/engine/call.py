@@ -449,6 +449,8 @@ class Call:
             except BaseException as problem:
                 error = interrupt = problem
         self.parts.report.failed(error, self.parts.progress)
+        if self.parts.progress.failures:
+            self.parts.end_turn(failed=True)
         unwinding.tell(self.parts, error)
         if interrupt is not None:
             raise interrupt

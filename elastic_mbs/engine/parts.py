@@ -32,8 +32,9 @@ from elastic_mbs.engine.shared.companions import NEAR, can_keep_state, reached
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile
 from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.resources import Resources
-from elastic_mbs.engine.shared.tuning import note_call, use_next
+from elastic_mbs.engine.shared.tuning import Turn, begin_turn, end_turn
 from elastic_mbs.engine.snapshot import Snapshot
+from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.events import Deescalated
 from elastic_mbs.rollback.places import keeps_statistics
 
@@ -88,20 +89,26 @@ class CallParts:
     hooks: AttemptHooks
     loader: Loader
     report: CallReport
+    turn: Turn | None  # in a way that is tried
+
+    def end_turn(self, *, failed: bool) -> None:
+        """End the turn that the call is, if it is one, with its time, or by leaving its way out."""
+        if self.turn is not None:
+            end_turn(
+                self.resources,
+                self.knowledge,
+                self.profile,
+                self.turn,
+                self.batch.view,
+                self.report.watch,
+                failed=failed,
+            )
 
     def learn_end(self) -> None:
         """Count the call, and keep the companions with state in a first one."""
-        first, profile = not self.profile.seen, self.profile
-        profile.learn_end()
-        if profile.tuning is not None and profile.tuning.key == self.key:
-            note_call(
-                self.resources,
-                self.knowledge,
-                profile,
-                self.batch.view,
-                self.report.watch,
-                failed=bool(self.progress.failures),
-            )
+        first = not self.profile.seen
+        self.profile.learn_end()
+        self.end_turn(failed=bool(self.progress.failures))
         if first:
             model, changes = self.resources.model, self.resources.buffers.changes
             # State that has not changed can do so in a later call: a flag that a piece raises and
@@ -132,18 +139,11 @@ def look_around(resources: Resources, sources: Iterable[Any], *, first: bool) ->
     resources.take_over(found.generators, for_good=first)
 
 
-def _choose_steps(
+def _climb_down(
     resources: Resources, knowledge: Knowledge, batch: Batch, profile: LossProfile
 ) -> None:
-    """Leave the last step of `escalate` where there is more memory now than when it was taken.
-
-    While ways take turns, the next one's step is put in use.
-    """
+    """Leave the last step of `escalate` where there is more memory now than when it was taken."""
     ladder, policy = profile.ladder, resources.settings.policy
-    if batch.training and profile.tuning is not None:
-        if profile.tuning.key == batch.key:
-            use_next(knowledge, profile, profile.tuning)
-        return
     if not batch.training or not ladder.steps:
         return
     seen = resources.capacity()
@@ -172,13 +172,17 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         resources.model.refuse_private()
     look_around(resources, batch.sources(), first=not profile.seen)
     gradients = CallGradients(resources, profile, training=batch.training)
-    _choose_steps(resources, knowledge, batch, profile)
+    tuning = knowledge.tuning_of(key) if batch.training else None
+    turn = None if tuning is None else begin_turn(knowledge, tuning)
+    if turn is None:
+        _climb_down(resources, knowledge, batch, profile)
     decision, progress = _begun(resources, knowledge, batch, gradients)
     loader = Loader(
         view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full
     )
     edits = BatchEdits(view, profile)
-    hooks = _hooks(resources, progress, snapshot, batch, profile)
+    steps = profile.ladder.steps if turn is None else turn.steps
+    hooks = _hooks(resources, progress, snapshot, batch, profile, steps if batch.training else ())
     full, peers = _full(resources, gradients), resources.peers
     report = CallReport(resources, knowledge, profile, view, key, decision, full)
     return CallParts(
@@ -196,6 +200,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
         hooks=hooks,
         loader=loader,
         report=report,
+        turn=turn,
     )
 
 
@@ -229,13 +234,14 @@ def _hooks(
     snapshot: Snapshot,
     batch: Batch,
     profile: LossProfile,
+    steps: tuple[Step, ...],
 ) -> AttemptHooks:
     return AttemptHooks(
         resources,
         progress,
         start=lambda: snapshot.start,
         own_graph=batch.own_graph,
-        steps=profile.ladder.steps if batch.training else (),
+        steps=steps,
         other_layers=profile.other_layers,
         position_wise=profile.position_wise,
     )

@@ -34,7 +34,10 @@ class Candidate(NamedTuple):
 
 
 class Autotune:
-    """The turns of some ways, and their times. A way that has run out of memory is left out.
+    """The turns of some ways, and their times.
+
+    A way that has run out of memory is left out. Where the device tells no time, there are no more
+    turns, and no way is the fastest.
 
     Attributes:
         key: the kind of the calls.
@@ -60,16 +63,22 @@ class Autotune:
         """Note the time of a call in the candidate's way.
 
         Args:
-            seconds: the time; None where it has run out of memory, or where it is not known.
+            seconds: the time; None where the device does not tell it.
             elements: of its whole batch.
         """
         step = self._left.pop(0).step
         if seconds is None:
-            self._left = [each for each in self._left if each.step != step]
-            self._seconds[step] = math.inf
+            self._left.clear()
+            self._seconds = dict.fromkeys(self._seconds, math.inf)
             return
         scaled = seconds * self.samples * self.elements / elements
         self._seconds[step] = min(scaled, self._seconds[step])
+
+    def leave_out(self) -> None:
+        """Leave the candidate's way out: it has run out of memory."""
+        step = self._left[0].step
+        self._left = [each for each in self._left if each.step != step]
+        self._seconds[step] = math.inf
 
     @property
     def fastest(self) -> Candidate | None:

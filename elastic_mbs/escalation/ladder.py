@@ -126,11 +126,10 @@ class Ladder:
         self._needs.append(too_few)
         self._calls = 0
 
-    def use(self, step: Step | None, too_few: int | None) -> None:
-        """Put one step, or none, in the place of those in use; see `climb`."""
-        self.steps, self._needs, self._calls = (), [], 0
-        if step is not None:
-            self.climb(step, too_few)
+    def use(self, step: Step, too_few: int | None) -> None:
+        """Put a step in the place of those in use; see `climb`."""
+        self.steps, self._needs = (), []
+        self.climb(step, too_few)
 
     def count_call(self) -> None:
         """Count a call that has ended well."""

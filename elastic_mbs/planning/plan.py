@@ -308,10 +308,8 @@ class _Traced:
         ones can be too high. A smaller piece needs no more than the largest one that fits.
         """
         floor = min(self.context.settings.policy.limits.floor, self.view.worth)
-        sizes = [floor, largest] if largest else [floor]
-        peaks = [
-            model.predict(size * self.view.elements, first=self._is_first(size)) for size in sizes
-        ]
+        sizes, first = [floor, largest] if largest else [floor], self._is_first(floor)
+        peaks = [model.predict(size * self.view.elements, first=first) for size in sizes]
         return round(min(each for each in peaks if each is not None)) if any(peaks) else None
 
     def _pieces(self, size: int) -> int:

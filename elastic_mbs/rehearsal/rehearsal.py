@@ -70,6 +70,11 @@ class Rehearsal:
         apply: bool,
     ) -> PlanReport:
         """Predict the memory of a step. See `ElasticMBS.plan`."""
+        if autotune and not apply:
+            raise UsageError(
+                "autotune=True changes the next calls, and apply=False changes nothing: leave one "
+                "of them out"
+            )
         if autotune and not self._resources.rungs():
             raise UsageError(
                 "autotune=True tries the ways of RecoveryOptions.escalate, and there is none: make "
@@ -87,7 +92,7 @@ class Rehearsal:
             time = None if profile.ladder.steps else self._knowledge.controller.time(key)
             there = Budget(capacity, time)
             report = plan(self._resources, view, counts, loss_fn, optimizer, there, compare=compare)
-        if apply or autotune:
+        if apply:
             self._apply(report, key, view, profile, autotune=autotune)
         return report
 
@@ -95,14 +100,16 @@ class Rehearsal:
         self, report: PlanReport, key: Key, view: BatchView, profile: LossProfile, *, autotune: bool
     ) -> None:
         """Have the next calls use a plan: its size, its way, and its figures of all ways."""
+        self._knowledge.end_tuning(key)
         memory, size, ladder = report.model, report.largest, profile.ladder
         if memory is None or size is None:
             return
         if report.ways:
             ladder.plan(_needs(report), view.elements)
         candidates = self._candidates(report) if autotune else []
-        if len(candidates) > 1:
-            profile.begin_tuning(Autotune(key, view.worth, view.elements, candidates))
+        if any(each.step is not None for each in candidates):
+            tuning = Autotune(key, view.worth, view.elements, candidates)
+            self._knowledge.begin_tuning(tuning)
             return
         way = self._way(report, key, ladder)
         if way is not None and way.model is not None:
@@ -111,10 +118,12 @@ class Rehearsal:
 
     def _candidates(self, report: PlanReport) -> list[Candidate]:
         """Return the ways that fit, of which each takes its turns."""
-        none, whole = report.ways[0], report.sizes[0].peak
+        none, most = report.ways[0], report.sizes[0]
+        margin, capacity = self._resources.settings.policy.margin, self._resources.capacity()
         until = None
-        if none.pieces != 1 and whole is not None:
-            until = round(whole / (1 - self._resources.settings.policy.margin))
+        if none.largest < most.size and most.peak is not None:
+            enough = round(most.peak / (1 - margin))
+            until = enough if capacity is None or enough > capacity.bytes else None
         rungs = self._resources.rungs()
         return [
             Candidate(way.step, way.model, way.largest, None if way.step is None else until)

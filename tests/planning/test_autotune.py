@@ -10,10 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_mbs import Deescalated, ElasticMBS, Escalated, Event, MemoryBudget, UsageError
+from elastic_mbs import (
+    Deescalated,
+    ElasticMBS,
+    Escalated,
+    Event,
+    MemoryBudget,
+    MicroBatchFloorError,
+    UsageError,
+)
 from elastic_mbs.controller.messages import Key
 from elastic_mbs.controller.peak import Line, PeakModel
 from elastic_mbs.engine.outcome.timing import Stopwatch
+from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.escalation.autotune import NEAR, TURNS, Autotune, Candidate
 from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.planning import plan
@@ -58,8 +67,10 @@ class Job:
         self.budget.__exit__(None, None, None)
 
     def loss_fn(self, x: Tensor) -> Tensor:
-        ((_, profile),) = self.mbs._knowledge._profiles.values()
-        self.used.append(profile.ladder.steps)
+        call = running_call()
+        if call is not None:  # there is none while it is planned
+            turn, ladder = call.parts.turn, call.parts.profile.ladder
+            self.used.append(ladder.steps if turn is None else turn.steps)
         found: Tensor = self.model(x).square().mean()
         return found
 
@@ -121,19 +132,93 @@ def test_a_way_goes_where_the_whole_batch_fits_again(monkeypatch: pytest.MonkeyP
         assert [type(event) for event in job.taken()] == [Escalated, Deescalated]
 
 
-def test_calls_of_another_kind_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Job(monkeypatch, dict(zip(WAYS, (1.0, 0.5, 0.8), strict=True))) as job:
-        job.mbs.plan(job.loss_fn, job.x, autotune=True)
-        job.train(2, torch.cat([job.x] * 16, 1))
-        assert job.train(TURNS * len(WAYS)) == TURNS * WAYS
-
-
-def test_without_escalate_there_is_nothing_to_tune_and_the_way_out_is_right(
+def test_calls_of_another_kind_take_no_turn_and_keep_their_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Job(monkeypatch, {}, escalate=()) as job:
-        with pytest.raises(UsageError, match=r'recovery=RecoveryOptions\(escalate="auto"\)'):
-            job.mbs.plan(job.loss_fn, job.x, autotune=True)
+    with Job(monkeypatch, dict(zip(WAYS, (1.0, 2.0, 2.0), strict=True))) as job:
+        long = torch.cat([job.x] * 4, 1)
+        job.budget.limit = 700_000
+        for _ in range(6):
+            job.train(1, long)
+        size = there(job.mbs.last_result).micro_batch_size
+        assert size < SAMPLES
+        job.mbs.plan(job.loss_fn, job.x, autotune=True)
+        for used in TURNS * WAYS:
+            assert set(job.train(1)) == {used}
+            assert set(job.train(1, long)) == {()}
+            last = there(job.mbs.last_result)
+            assert (last.micro_batch_size, last.ooms) == (size, 0)
+        assert job.taken() == []
+
+
+def test_the_loop_written_out_takes_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(monkeypatch, dict(zip(WAYS, (1.0, 0.5, 2.0), strict=True))) as job:
+        job.mbs.plan(job.loss_fn, job.x, autotune=True)
+        for _ in range(TURNS * len(WAYS) + 1):
+            for micro in job.mbs.micro_batches(job.x, name=job.loss_fn.__qualname__):
+                with micro:
+                    micro.backward(job.loss_fn(micro.data))
+        assert job.used == [*TURNS * WAYS, (ALL,)]
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 2.0, 2.0), (1.0, 2.0, 0.5)])
+def test_steps_in_use_stay_where_none_is_faster_and_else_are_announced_when_they_go(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...]
+) -> None:
+    with Job(monkeypatch, {**dict(zip(WAYS, seconds, strict=True)), (ALL, OFFLOAD): 3.0}) as job:
+        job.train(1)
+        ((_, profile),) = job.mbs._knowledge._profiles.values()
+        for step in (ALL, OFFLOAD):
+            profile.ladder.climb(step, None)
+        assert job.tune(TURNS * len(WAYS)) == TURNS * WAYS
+        offloads = seconds[2] < 1
+        assert [type(event) for event in job.taken()] == [Deescalated] * offloads
+        assert job.train(1) == [(OFFLOAD,) if offloads else (ALL, OFFLOAD)]
+
+
+def test_a_device_that_tells_no_time_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(monkeypatch, {}) as job:
+        monkeypatch.setattr(Stopwatch, "seconds", lambda watch: None)
+        assert job.tune(4) == [(), (), (), ()]
+        assert job.taken() == []
+
+
+def test_a_newer_plan_ends_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(monkeypatch, dict.fromkeys(WAYS, 1.0)) as job:
+        assert job.tune(2) == WAYS[:2]
+        job.mbs.plan(job.loss_fn, job.x)
+        assert job.train(2) == [(), ()]
+        assert job.tune(3) == WAYS
+
+
+def test_a_way_of_a_batch_that_is_always_cut_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = dict(zip(WAYS, (1.0, 0.5, 2.0), strict=True))
+    with Job(monkeypatch, times, max_micro_batch_size=4) as job:
+        job.tune(TURNS * len(WAYS))
+        assert set(job.train(8)) == {(ALL,)}
+
+
+def test_a_call_that_ends_by_an_error_leaves_its_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(monkeypatch, dict.fromkeys(WAYS, 1.0), escalate=("offload",)) as job:
+        job.mbs.plan(job.loss_fn, job.x, autotune=True)
+        with InjectOOM(always_from=1), pytest.raises(MicroBatchFloorError):
+            job.train(1)
+        assert job.train(4)[-1] == (OFFLOAD,)
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "told"),
+    [
+        ({"escalate": ()}, {}, r'recovery=RecoveryOptions\(escalate="auto"\)'),
+        ({}, {"apply": False}, "leave one of them out"),
+    ],
+)
+def test_tuning_that_could_change_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], how: dict[str, Any], told: str
+) -> None:
+    with Job(monkeypatch, {}, **options) as job:
+        with pytest.raises(UsageError, match=told):
+            job.mbs.plan(job.loss_fn, job.x, autotune=True, **how)
         with Job(monkeypatch, dict.fromkeys(WAYS, 1.0)) as other:
             assert other.tune(2) == WAYS[:2]
 
@@ -147,7 +232,10 @@ def test_the_quickest_call_of_each_way_counts(times: list[float | None]) -> None
         if tuning.candidate is None:
             break
         seen.setdefault(tuning.candidate.step, []).append(seconds)
-        tuning.note(None if seconds is None else 2 * seconds, 64)  # a batch of twice the elements
+        if seconds is None:
+            tuning.leave_out()
+        else:
+            tuning.note(2 * seconds, 64)  # a batch of twice the elements
     assert tuning.candidate is None
     assert all(len(each) == TURNS or each[-1] is None for each in seen.values())
     least = {step: min(filter(None, each)) for step, each in seen.items() if None not in each}

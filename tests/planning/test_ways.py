@@ -322,3 +322,13 @@ def test_of_two_ways_of_equal_time_the_first_one_is_chosen() -> None:
     ways = tuple(PlannedWay(name, 4, 2, 1.0, 0, 2.5) for name in ("none", "logits"))
     assert PlanReport(8, ways=ways).fastest == "none"
     assert PlanReport(8, ways=ways[::-1]).fastest == "logits"
+
+
+@pytest.mark.parametrize("share", [0.3, 1.2])
+def test_the_smallest_piece_needs_the_same_in_ways_and_in_the_table(share: float) -> None:
+    budget = MemoryBudget(2**40)
+    with budget:
+        report = plan_of(gpt(8), share, budget)[1]
+    none, *others = report.ways
+    assert none.peak == report.sizes[-1].peak
+    assert all(there(way.peak) <= there(report.usable) for way in others if way.largest)

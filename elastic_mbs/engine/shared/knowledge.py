@@ -28,7 +28,7 @@ class LossProfile:
     """The facts that calls have shown about one loss function, over one set of trainable leaves.
 
     They decide the work before a backward and the replay of a failed piece. But for
-    `changes_buffers` and `tuning`, a fact that was seen once is never taken back.
+    `changes_buffers`, a fact that was seen once is never taken back.
     """
 
     # Numbers of commits of clean backwards. There are several where the graph depends on the data.
@@ -44,7 +44,6 @@ class LossProfile:
     edits_batch: bool = False  # it edits its batch in place: pieces are copies
     seen: bool = False  # a call has ended, so it is known what else it changes
     ladder: Ladder = field(default_factory=Ladder)  # the steps of `escalate` that are in use
-    tuning: Autotune | None = None  # the ways that take turns, until the fastest is known
     # Of the linear layers, those whose output is more than the logits of a cross-entropy.
     other_layers: OtherLayers = field(default_factory=OtherLayers)
     position_wise: PositionWise = field(default_factory=PositionWise)  # the modules that are
@@ -118,14 +117,6 @@ class LossProfile:
         carried, self.carried = self.carried, (0, 0)
         return carried
 
-    def begin_tuning(self, tuning: Autotune) -> None:
-        """Let the next calls take turns in some ways."""
-        self.tuning = tuning
-
-    def end_tuning(self) -> None:
-        """End the turns."""
-        self.tuning = None
-
     def learn_compared(self) -> None:
         """Record that whole and pieces are not to be compared any more."""
         self.compared = True
@@ -147,6 +138,19 @@ class Knowledge:
         window = settings.gradients.noise_scale
         self.noise = None if window is None else Smoothed(window)
         self._profiles: dict[object, tuple[int, LossProfile]] = {}
+        self._tunings: dict[Key, Autotune] = {}  # by the kind of the calls that take turns
+
+    def begin_tuning(self, tuning: Autotune) -> None:
+        """Let the next calls of a kind take turns in some ways."""
+        self._tunings[tuning.key] = tuning
+
+    def tuning_of(self, key: Key) -> Autotune | None:
+        """Return the ways that calls of this kind take turns in; None where there are none."""
+        return self._tunings.get(key) if self._tunings else None
+
+    def end_tuning(self, key: Key) -> None:
+        """End the turns of calls of this kind, if there are any."""
+        self._tunings.pop(key, None)
 
     def profile_of(self, identity: object, generation: int) -> LossProfile:
         """Return the profile of a loss function, a new one where the set of leaves has changed.
