@@ -8,8 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_CUDA ?= torch==2.11.0
 
 BIN := .venv/bin
-# Sources are compiled when they are imported: most of torch and of the trainers never is.
-INSTALL := -m pip --quiet --quiet --disable-pip-version-check install --no-compile
+PIP := -m pip --quiet --quiet --disable-pip-version-check
 # The first pip that reads dependency groups; the one that venv brings may be older.
 NEWER_PIP := --upgrade "pip>=25.1"
 MAKEFLAGS += --no-print-directory
@@ -92,8 +91,8 @@ wheel-test: dist
 	@tar --list --gzip --file dist/*.tar.gz | grep --quiet /stress/limits/fence.c
 	@set -eu; here=$$(mktemp -d); trap 'rm -rf "$$here"' EXIT; \
 	$(PYTHON) -m venv "$$here/venv"; \
-	"$$here/venv/bin/python" $(INSTALL) "$(TORCH)"; \
-	"$$here/venv/bin/python" $(INSTALL) dist/*.whl; \
+	"$$here/venv/bin/python" $(PIP) install "$(TORCH)"; \
+	"$$here/venv/bin/python" $(PIP) install dist/*.whl; \
 	mkdir "$$here/cwd"; cp tools/wheel_smoke.py "$$here/cwd"; \
 	cd "$$here/cwd"; "$$here/venv/bin/python" wheel_smoke.py; \
 	"$$here/venv/bin/elastic-mbs" --help > help.txt
@@ -105,23 +104,23 @@ clean:
 .venv-simcuda/installed: pyproject.toml
 	@echo "making .venv-simcuda (gigabytes)"
 	@$(PYTHON) -m venv .venv-simcuda
-	@.venv-simcuda/bin/python $(INSTALL) $(NEWER_PIP)
-	@.venv-simcuda/bin/python $(INSTALL) "$(TORCH_CUDA)"
-	@.venv-simcuda/bin/python $(INSTALL) --editable ".[hf]" --group dev
+	@.venv-simcuda/bin/python $(PIP) install $(NEWER_PIP)
+	@.venv-simcuda/bin/python $(PIP) install "$(TORCH_CUDA)"
+	@.venv-simcuda/bin/python $(PIP) install --editable ".[hf]" --group dev
 	@touch $@
 
 .venv-frameworks/installed: pyproject.toml
 	@echo "making .venv-frameworks (about a minute)"
 	@$(PYTHON) -m venv .venv-frameworks
-	@.venv-frameworks/bin/python $(INSTALL) $(NEWER_PIP)
-	@.venv-frameworks/bin/python $(INSTALL) "$(TORCH)"
-	@.venv-frameworks/bin/python $(INSTALL) --editable . --group test --group frameworks
+	@.venv-frameworks/bin/python $(PIP) install $(NEWER_PIP)
+	@.venv-frameworks/bin/python $(PIP) install "$(TORCH)"
+	@.venv-frameworks/bin/python $(PIP) install --editable . --group test --group frameworks
 	@touch $@
 
 .venv/installed: pyproject.toml
 	@echo "making .venv (about a minute)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python $(INSTALL) $(NEWER_PIP)
-	@$(BIN)/python $(INSTALL) "$(TORCH)"
-	@$(BIN)/python $(INSTALL) --editable . --group dev
+	@$(BIN)/python $(PIP) install $(NEWER_PIP)
+	@$(BIN)/python $(PIP) install "$(TORCH)"
+	@$(BIN)/python $(PIP) install --editable . --group dev
 	@touch $@
