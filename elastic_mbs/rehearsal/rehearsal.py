@@ -70,16 +70,8 @@ class Rehearsal:
         apply: bool,
     ) -> PlanReport:
         """Predict the memory of a step. See `ElasticMBS.plan`."""
-        if autotune and not apply:
-            raise UsageError(
-                "autotune=True changes the next calls, and apply=False changes nothing: leave one "
-                "of them out"
-            )
-        if autotune and not self._resources.rungs():
-            raise UsageError(
-                "autotune=True tries the ways of RecoveryOptions.escalate, and there is none: make "
-                'the runtime with recovery=RecoveryOptions(escalate="auto")'
-            )
+        if autotune:
+            self._refuse_tuning(apply=apply)
         capacity = None if budget is None else parse_bytes(budget)
         name, identity = names_of(loss_fn)
         read = partial(self._batches.read, batch, name, ((), {}), training=True)
@@ -92,9 +84,27 @@ class Rehearsal:
             time = None if profile.ladder.steps else self._knowledge.controller.time(key)
             there = Budget(capacity, time)
             report = plan(self._resources, view, counts, loss_fn, optimizer, there, compare=compare)
+        if autotune and report.model is not None and report.capacity is None:
+            raise UsageError(
+                "autotune=True tries the ways that fit, and the free memory of "
+                f'{self._resources.devices[0]} is not known: add budget=, for example "16GiB"'
+            )
         if apply:
             self._apply(report, key, view, profile, autotune=autotune)
         return report
+
+    def _refuse_tuning(self, *, apply: bool) -> None:
+        """Refuse turns of calls that could change nothing."""
+        if not apply:
+            raise UsageError(
+                "autotune=True changes the next calls, and apply=False changes nothing: leave one "
+                "of them out"
+            )
+        if not self._resources.rungs():
+            raise UsageError(
+                "autotune=True tries the ways of RecoveryOptions.escalate, and there is none: make "
+                'the runtime with recovery=RecoveryOptions(escalate="auto")'
+            )
 
     def _apply(
         self, report: PlanReport, key: Key, view: BatchView, profile: LossProfile, *, autotune: bool

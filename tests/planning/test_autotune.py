@@ -25,6 +25,7 @@ from elastic_mbs.engine.outcome.timing import Stopwatch
 from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.escalation.autotune import NEAR, TURNS, Autotune, Candidate
 from elastic_mbs.escalation.ladder import Step
+from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.planning import plan
 from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
@@ -221,6 +222,18 @@ def test_tuning_that_could_change_nothing_is_refused(
             job.mbs.plan(job.loss_fn, job.x, autotune=True, **how)
         with Job(monkeypatch, dict.fromkeys(WAYS, 1.0)) as other:
             assert other.tune(2) == WAYS[:2]
+
+
+def test_tuning_where_the_free_memory_is_not_known_asks_for_a_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Job(monkeypatch, dict.fromkeys(WAYS, 1.0)) as job:
+        monkeypatch.setattr(Monitor, "read_now", lambda monitor: None)
+        with pytest.raises(UsageError, match="the free memory of cpu is not known: add budget="):
+            job.mbs.plan(job.loss_fn, job.x, autotune=True)
+        assert job.train(1) == [()]
+        job.mbs.plan(job.loss_fn, job.x, autotune=True, budget="1GiB")
+        assert job.train(2) == WAYS[:2]
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(1e-3, 1e3)), min_size=12, max_size=12))
