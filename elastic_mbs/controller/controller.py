@@ -43,6 +43,7 @@ from elastic_mbs.controller.growth import (
     Margin,
     first_size,
     is_due,
+    is_squeezed,
     next_size,
     size_of_call,
     smaller_size,
@@ -186,12 +187,10 @@ class Controller:
         track.call = RunningCall(
             before=track.size,
             epoch=track.epoch,
-            samples=batch.samples,
-            elements=batch.elements,
+            batch=batch,
             learning=learning,
             began=self._clock(),
             length=length,
-            largest=batch.largest,
         )
         return Decision(size, learning, track.wants_reading)
 
@@ -215,12 +214,11 @@ class Controller:
             The size, or None where the piece cannot be cut further.
         """
         track, call = self._running(key)
-        elements = attempted * call.elements
-        fitting = None
+        elements = attempted * call.batch.elements
+        budget = fitting = None
         if capacity is not None and not call.ooms:
             budget = self._margin.budget(track, capacity)
-            batch = Extent(call.samples, call.elements, call.largest)
-            fitting = smaller_size(track, batch, attempted, self._limits, budget)
+            fitting = smaller_size(track, call.batch, attempted, self._limits, budget)
         self._margin.follow(capacity)
         after = min(track.size, self._limits.clamp(fitting or attempted // 2))
         trial, ceiling = self._record_failure(track, elements, capacity)
@@ -229,7 +227,7 @@ class Controller:
         trial = call.failed_trial
         if trial is not None and (
             elements <= trial.elements  # the size that it grew from fails, too, or would have
-            or (fitting is not None and after < trial.before)
+            or (budget is not None and is_squeezed(track, trial, call.batch.elements, budget))
             or (ceiling.had_enough and not trial.again)
         ):
             call.failed_trial, call.excused = None, trial
@@ -367,7 +365,7 @@ class Controller:
             track.resize(size, self._clock(), self._patience())
 
     def _move(self, track: Track, call: RunningCall, after: int, reason: str) -> Move:
-        longest = max(call.largest, track.expected()[0])  # WHOLE is no number to show
+        longest = max(call.batch.largest, track.expected()[0])  # WHOLE is no number to show
         move = Move(min(track.size, longest), min(after, longest), reason)
         self._resize(track, after)
         return move
@@ -443,9 +441,9 @@ class Controller:
         if not first.is_spike or track.size >= call.before:
             return None
         track.drop_ceiling(first)
-        length = self._limits.longest(call.samples, track.size)
+        length = self._limits.longest(call.batch.samples, track.size)
         track.trial = Trial(
-            track.size, length * call.elements, self._policy.patience, first.seen, again=True
+            track.size, length * call.batch.elements, self._policy.patience, first.seen, again=True
         )
         return self._move(track, call, call.before, "grow")
 
@@ -461,7 +459,7 @@ class Controller:
         after = min(track.size, self._limits.clamp(call.length // 2))
         if self._limits.pieces(call.length, after) == 1:
             return None
-        elements = call.length * call.elements
+        elements = call.length * call.batch.elements
         trial, ceiling = self._record_failure(track, elements, capacity)
         lost = self._policy.thrash_calls * (self._clock() - call.began)
         self._record_loss(track, lost, call.began, trial, ceiling)
@@ -473,7 +471,9 @@ class Controller:
 
     def _end_clean(self, track: Track, call: RunningCall, capacity: Capacity | None) -> Move | None:
         """Close a call without a failure; the size may grow."""
-        track.passed(call.length * call.elements, call.samples * call.elements, capacity)
+        track.passed(
+            call.length * call.batch.elements, call.batch.samples * call.batch.elements, capacity
+        )
         track.calls_with_retries = 0
         if call.epoch != track.epoch:
             return None
@@ -481,7 +481,7 @@ class Controller:
         now = self._clock()
         if capacity is not None and now < track.cooldown_until:
             capacity = track.capacity_in_cooldown(capacity)
-        if capacity is None or track.size >= min(call.largest, self._largest):
+        if capacity is None or track.size >= min(call.batch.largest, self._largest):
             return None
         if not is_due(track, self._limits, self._policy, capacity):
             return None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from elastic_mbs.batch.pieces import smallest_size
 from elastic_mbs.controller.messages import Capacity, Extent
 from elastic_mbs.controller.policy import Limits, Policy
-from elastic_mbs.controller.track import WHOLE, Ceiling, Track
+from elastic_mbs.controller.track import WHOLE, Ceiling, Track, Trial
 
 # With one size measured, the next one is larger by at least this factor: else noise would decide
 # the slope between them.
@@ -153,6 +153,15 @@ def smaller_size(
     if room < limits.floor:
         return None
     return smallest_size(samples, limits.pieces(samples, room), align=limits.align)
+
+
+def is_squeezed(track: Track, trial: Trial, elements: int, available: float) -> bool:
+    """Return True where not even the size before a growth is predicted to fit.
+
+    From one size measured nothing is known about smaller ones.
+    """
+    curve = track.memory.at(elements)
+    return curve.slope is not None and not curve.fits(trial.elements, available)
 
 
 def size_of_call(

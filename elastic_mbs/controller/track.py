@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_mbs.controller.fit import MemoryFit, TimeFit
 from elastic_mbs.controller.memory_model import MemoryModel
-from elastic_mbs.controller.messages import CallOutcome, Capacity
+from elastic_mbs.controller.messages import CallOutcome, Capacity, Extent
 from elastic_mbs.controller.peak import PeakModel
 from elastic_mbs.controller.policy import Limits, Policy
 from elastic_mbs.controller.proven import Proven
@@ -117,12 +117,10 @@ class RunningCall:
 
     before: int  # size of the track when the call began, in samples
     epoch: int  # epoch of the track when the call began
-    samples: int  # length of the batch
-    elements: int  # per sample
+    batch: Extent
     learning: bool  # its peak is measured
     began: float
     length: int  # of the longest piece at the size that it began with, in samples
-    largest: int  # the size at which memory is no limit
     ooms: int = 0
     failed_trial: Trial | None = None  # the growth that the first failure has ended
     excused: Trial | None = None  # the same, where it was no cause of the failures
@@ -295,9 +293,9 @@ class Track:
         self.calls += 1
         if outcome.peak is not None:
             self.memory.add(
-                call.length * call.elements,
+                call.length * call.batch.elements,
                 outcome.peak,
-                elements=call.elements,
+                elements=call.batch.elements,
                 first=outcome.fresh,
             )
             self.calls_without_peak = 0

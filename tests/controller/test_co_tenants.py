@@ -4,7 +4,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_mbs.controller.controller import Policy
@@ -70,6 +70,8 @@ def grown(ours: Job, others: Visits, squeezed: int) -> int:
     st.booleans(),
     st.integers(0, 2**16),
 )
+# halving leaps over the size before the growth
+@example(1.0, 0.6875, 3, 1.0, 0.0, 0.0, True, 0)
 def test_a_visit_in_the_call_after_a_growth_costs_two_readings(
     step: float,
     delta: float,
