@@ -57,7 +57,7 @@ stress: .venv/installed
 
 # Random cases, the same each time; `python -m stress montecarlo` alone draws others.
 montecarlo: .venv/installed
-	@$(BIN)/python -m stress montecarlo --runs 300 --seed 1
+	@$(BIN)/python -m stress montecarlo --runs 150 --seed 1
 
 # The tests and the stress tool on a simulated GPU: torch's own CUDA allocator without a card
 # (stress/limits/simcuda).

@@ -28,10 +28,10 @@ from stress.models.steps import STEPS
 from tests.helpers.strikes import drawn
 
 GUARDED = ["--dimension", "operations", "--call", "backward"]
-POINTS = 10
+POINTS = 6
 """Operations to strike in each case, roughly, of every `STRIDE`-th; lines are half as many."""
 FEWER = dict.fromkeys(
-    ("tiled", "every_rung", "offloaded", "logits_in_chunks", "checkpointed", "some_checkpointed"), 4
+    ("tiled", "every_rung", "offloaded", "logits_in_chunks", "checkpointed", "some_checkpointed"), 2
 )
 STRIDE = 5
 
