@@ -81,8 +81,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # a machine with a GPU may be without xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """Return one worker more than there are cores: tests of several processes often wait."""
-    return (os.cpu_count() or 1) + 1
+    """Return two workers more than there are cores: tests of several processes often wait."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_cmdline_main(config: pytest.Config) -> None:
