@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, StepResult, elastic_step
 from elastic_mbs.doors.calls import Calls
+from elastic_mbs.engine.shared.running import running_call
+from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.memory import NoSensor
 from elastic_mbs.testing import InjectOOM
 from stress.flat_options import grouped
@@ -182,3 +184,13 @@ def elsewhere(model: nn.Module) -> nn.Module:
     model.to("meta")
     vars(model)["_hf_hook"] = types.SimpleNamespace(execution_device="meta")
     return model
+
+
+def rungs_in_use() -> tuple[Step, ...] | None:
+    """Return the steps of `escalate` in the call that runs; None where none does, as in a plan."""
+    call = running_call()
+    if call is None:
+        return None
+    turn, ladder = call.parts.turn, call.parts.profile.ladder
+    steps: tuple[Step, ...] = ladder.steps if turn is None else turn.steps
+    return steps

@@ -22,14 +22,13 @@ from elastic_mbs import (
 from elastic_mbs.controller.messages import Key
 from elastic_mbs.controller.peak import Line, PeakModel
 from elastic_mbs.engine.outcome.timing import Stopwatch
-from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.escalation.autotune import NEAR, TURNS, Autotune, Candidate
 from elastic_mbs.escalation.ladder import Step
 from elastic_mbs.memory.monitor import Monitor
 from elastic_mbs.planning import plan
 from elastic_mbs.testing import InjectOOM
 from stress.reference.state import error_of
-from tests.helpers.steps import elastic, grads, there, whole_gradient
+from tests.helpers.steps import elastic, grads, rungs_in_use, there, whole_gradient
 
 BLOCKS, WIDTH, SAMPLES = 4, 8, 8
 ALL, OFFLOAD = Step("checkpoint", BLOCKS, BLOCKS), Step("offload")
@@ -68,10 +67,9 @@ class Job:
         self.budget.__exit__(None, None, None)
 
     def loss_fn(self, x: Tensor) -> Tensor:
-        call = running_call()
-        if call is not None:  # there is none while it is planned
-            turn, ladder = call.parts.turn, call.parts.profile.ladder
-            self.used.append(ladder.steps if turn is None else turn.steps)
+        rungs = rungs_in_use()
+        if rungs is not None:
+            self.used.append(rungs)
         found: Tensor = self.model(x).square().mean()
         return found
 

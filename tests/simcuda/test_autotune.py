@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from elastic_mbs import ElasticMBS, Event
-from elastic_mbs.engine.shared.running import running_call
 from elastic_mbs.escalation.autotune import TURNS, Autotune
 from elastic_mbs.escalation.ladder import Step
 from stress.limits.simcuda import Simulation
 from stress.reference.state import error_of
-from tests.helpers.steps import elastic, grads, there, whole_gradient
+from tests.helpers.steps import elastic, grads, rungs_in_use, there, whole_gradient
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -40,10 +39,9 @@ class Job:
         )
 
     def loss_fn(self, x: Tensor) -> Tensor:
-        call = running_call()
-        if call is not None:  # there is none while it is planned
-            turn, ladder = call.parts.turn, call.parts.profile.ladder
-            self.used.append(ladder.steps if turn is None else turn.steps)
+        rungs = rungs_in_use()
+        if rungs is not None:
+            self.used.append(rungs)
         found: Tensor = self.model(x).square().mean()
         return found
 
