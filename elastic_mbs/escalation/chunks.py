@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from elastic_mbs.escalation.head import Head, gradients_of, leaves_of
+from elastic_mbs.escalation.cross_entropy import CrossEntropy
+from elastic_mbs.escalation.head import Head, LogitsOf, Step, gradients_of
 from elastic_mbs.rollback.saved_tensors import saved_plainly
 
-LossOf = Callable[..., Tensor]
-"""Input, weight and bias of a head, and the first row of a chunk → the loss of the chunk."""
+Inputs = tuple[Tensor, Tensor, Tensor | None]
+"""The input of a head, of shape (rows, features), its weight, and its bias."""
 
 
 def chunked_cross_entropy(
@@ -39,42 +41,128 @@ def chunked_cross_entropy(
         label_smoothing: as for `cross_entropy`.
     """
     head.check()
-    target = target.flatten()
-    logits_of = head.rows  # not the head: `loss_of` lives until backward is over
-
-    def loss_of(hidden: Tensor, matrix: Tensor, bias: Tensor | None, start: int) -> Tensor:
-        return functional.cross_entropy(
-            logits_of(hidden, matrix, bias),
-            target[start : start + rows],
-            weight,
-            ignore_index=ignore_index,
-            reduction="sum",
-            label_smoothing=label_smoothing,
-        )
-
-    hidden = head.hidden.flatten(0, -2)
-    # A loss in single precision, as the models of transformers have it, rounds its gradients after
-    # the scale that comes with the backward. Double weights would show that they were not.
-    double = head.weight.dtype is torch.float64
-    cast = None if double else head.autocast  # which leaves doubles alone
-    total: Tensor = _Chunks.apply(  # type: ignore[no-untyped-call]
-        *(hidden, head.weight, head.bias, loss_of, rows, cast),
-        not double or dtype is torch.float64,
+    loss = CrossEntropy(target.flatten(), weight, ignore_index, label_smoothing)
+    # The head itself is not among these: they live until backward is over.
+    chunks = _Chunks(loss, head.rows, head.steps, rows, head.cast)
+    total: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        *(head.hidden.flatten(0, -2), head.weight, head.bias),
+        *(chunks, makes_gradients_at_once(head, dtype)),
     )
-    if reduction == "sum":
-        return total
-    return (total / _terms(target, weight, ignore_index, total.dtype)).to(total.dtype)
+    if reduction == "mean":
+        total = total / loss.terms(total.dtype)
+    if torch.is_autocast_enabled(head.hidden.device.type):
+        dtype = torch.promote_types(dtype, torch.float32)
+    return total.to(dtype)
 
 
-def _terms(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Return the number of targets that count, or the sum of their weights: a mean's divisor."""
-    counts = target != ignore_index
-    if weight is None:  # in a type that has all whole numbers
-        return counts.sum().to(torch.promote_types(dtype, torch.float32))
-    return (weight[target.where(counts, 0)] * counts).sum()
+def makes_gradients_at_once(head: Head, dtype: torch.dtype) -> bool:
+    """Return whether the gradients of a chunk are made with its loss, and scaled in backward.
+
+    A loss in single precision, as the models of transformers have it, rounds its gradients after
+    the scale that comes with the backward. Double weights would show that they were not.
+    """
+    return head.weight.dtype is not torch.float64 or dtype is torch.float64
 
 
-class _Chunks(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Chunks:
+    """The losses of chunks of rows, and their gradients.
+
+    Attributes:
+        loss: the loss of all rows.
+        logits_of: the function that gives the logits of some rows.
+        steps: of that function, the ones after the linear layer.
+        rows: rows of a chunk.
+        cast: the type of autocast in which the linear layer runs; None where it is off.
+    """
+
+    loss: CrossEntropy
+    logits_of: LogitsOf
+    steps: Sequence[Step]
+    rows: int
+    cast: torch.dtype | None
+
+    def summed(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the sum of the losses, with its graph."""
+        losses = [
+            self.loss.summed(self.logits_of(hidden[at : at + self.rows], weight, bias), at)
+            for at in range(0, len(hidden), self.rows)
+        ]
+        return torch.stack(losses).sum()
+
+    def with_gradients(
+        self, inputs: Inputs, asked: Sequence[bool], scale: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the sum of the losses, and the gradients of the inputs.
+
+        Args:
+            inputs: the inputs.
+            asked: which of them need a gradient.
+            scale: the gradient of the sum, for gradients that are rounded as torch rounds them.
+        """
+        hidden, weight, bias = inputs
+        # once: autocast would do it for each chunk
+        matrix = weight.detach().to(self.cast or weight.dtype)
+        bias = None if bias is None else bias.detach().to(matrix.dtype)
+        grads = [
+            None if each is None or not wanted else torch.zeros_like(each)
+            for each, wanted in zip(inputs, asked, strict=True)
+        ]
+        with torch.autocast(hidden.device.type, enabled=False):
+            losses = [
+                self._add_gradients(hidden.detach(), matrix, bias, at, scale, grads)
+                for at in range(0, len(hidden), self.rows)
+            ]
+        return torch.stack(losses).sum(), grads
+
+    def _add_gradients(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        start: int,
+        scale: Tensor | None,
+        grads: Sequence[Tensor | None],
+    ) -> Tensor:
+        """Return the loss of the chunk that begins with row `start`, and add up its gradients."""
+        chunk = hidden[start : start + self.rows].to(weight.dtype)
+        of_hidden, of_weight, of_bias = grads
+        loss, grad = self._with_gradient(functional.linear(chunk, weight, bias), start, scale)
+        if of_hidden is not None:
+            of_hidden[start : start + self.rows] = grad @ weight
+        if of_weight is not None and of_weight.dtype is grad.dtype:
+            # no addmm_, whose operations torch's counter leaves out
+            torch.addmm(of_weight, grad.t(), chunk, out=of_weight)
+        elif of_weight is not None:
+            of_weight += grad.t() @ chunk
+        if of_bias is not None:
+            of_bias += grad.sum(0)
+        return loss
+
+    def _with_gradient(
+        self, out: Tensor, start: int, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of a chunk, and the gradient of the output of the linear layer.
+
+        Without `scale` the gradient is written over the logits.
+        """
+        # nothing of a chunk is kept, so nothing of it is to go to the host
+        with torch.enable_grad(), saved_plainly():
+            logits = out.requires_grad_()
+            for step in self.steps:
+                logits = step(logits)
+            if scale is not None:
+                loss = self.loss.summed(logits, start)
+                (grad,) = torch.autograd.grad(loss, out, scale)
+                return loss.detach(), grad
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        gradient = logits.detach().to(wide, copy=bool(self.steps))  # a step may have saved them
+        loss = self.loss.into_gradient(gradient, start)
+        (grad,) = torch.autograd.grad(logits, out, gradient.to(logits.dtype))
+        return loss, grad
+
+
+class _ChunkedLoss(torch.autograd.Function):
     """The sum of the losses of chunks of rows.
 
     The gradients of a chunk are made while it is at hand, so the product of input and weight is
@@ -87,71 +175,32 @@ class _Chunks(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        loss_of: LossOf,
-        rows: int,
-        cast: torch.dtype | None,
+        chunks: _Chunks,
         at_once: bool,
     ) -> Tensor:
-        inputs, asked = (hidden, weight, bias), ctx.needs_input_grad
-        ctx.loss_of, ctx.rows, ctx.cast, ctx.at_once = loss_of, rows, cast, at_once
-        grads: Sequence[Tensor | None] = ()
+        inputs = hidden, weight, bias
+        ctx.chunks, ctx.at_hand = chunks, at_once
         if at_once:
-            losses, grads = _with_gradients(inputs, asked, loss_of, rows, cast)
+            total, grads = chunks.with_gradients(inputs, ctx.needs_input_grad[:3])
         else:
-            losses = _losses(ctx, hidden, weight, bias)
+            total, grads = chunks.summed(*inputs), []
         ctx.save_for_backward(*inputs, *grads)
-        return torch.stack(losses).sum()
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight, bias, *grads = ctx.saved_tensors
+        inputs = hidden, weight, bias
         if torch.is_grad_enabled():  # a gradient of the gradient is asked for
             with torch._C.DisableTorchFunction():
-                losses = _losses(ctx, hidden, weight, bias)
-            found = gradients_of(torch.stack(losses).sum(), (hidden, weight, bias), grad)
-        elif ctx.at_once:
-            found = [None if each is None else each * grad for each in grads]
+                total = ctx.chunks.summed(*inputs)
+            grads = gradients_of(total, inputs, grad)
+        elif ctx.at_hand:
+            ctx.at_hand = False  # they are given away: a second backward makes them again
+            for each in grads:
+                if each is not None:
+                    each.data.mul_(grad)  # by `data`: they are saved tensors
         else:
             with torch._C.DisableTorchFunction():
-                inputs, asked = (hidden, weight, bias), ctx.needs_input_grad
-                _, found = _with_gradients(inputs, asked, ctx.loss_of, ctx.rows, ctx.cast, grad)
-        return *found, None, None, None, None
-
-
-def _losses(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-    starts = range(0, len(hidden), ctx.rows)
-    return [ctx.loss_of(hidden[at : at + ctx.rows], weight, bias, at) for at in starts]
-
-
-def _with_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor | None],
-    asked: Sequence[bool],
-    loss_of: LossOf,
-    rows: int,
-    cast: torch.dtype | None,
-    scale: Tensor | None = None,
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the losses of the chunks, and the gradients of the inputs, times `scale`.
-
-    The product of the head is made in the type `cast`, that of autocast.
-    """
-    hidden, *whole = inputs
-    fixed = leaves_of(whole, asked[1:], cast)  # once: autocast would do it for each chunk
-    of_hidden, *sums = (
-        None if each is None or not wanted else torch.zeros_like(each)
-        for each, wanted in zip(inputs, asked, strict=False)
-    )
-    losses = list[Tensor]()
-    for start in range(0, len(hidden), rows):
-        (chunk,) = leaves_of([hidden[start : start + rows]], asked, cast)
-        # nothing of a chunk is kept, so nothing of it is to go to the host
-        with torch.enable_grad(), saved_plainly():
-            loss = loss_of(chunk, *fixed, start)
-        found, *added = gradients_of(loss, (chunk, *fixed), scale)
-        losses.append(loss.detach())
-        if of_hidden is not None and found is not None:
-            of_hidden[start : start + rows] = found
-        for each, more in zip(sums, added, strict=True):
-            if each is not None and more is not None:
-                each.add_(more)
-    return losses, [of_hidden, *sums]
+                _, grads = ctx.chunks.with_gradients(inputs, ctx.needs_input_grad[:3], grad)
+        return *grads, None, None

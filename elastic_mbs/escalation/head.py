@@ -89,6 +89,11 @@ class Head:
         classes = self.weight.shape[0]
         return (*leading, classes, rows) if self.classes_first else (*leading, rows, classes)
 
+    @property
+    def cast(self) -> torch.dtype | None:
+        """The type in which the layer runs under autocast, which leaves doubles alone."""
+        return None if self.weight.dtype is torch.float64 else self.autocast
+
     # Functions and no methods: a graph that keeps one does not keep the head's input with it.
     @property
     def rows(self) -> LogitsOf:
@@ -122,15 +127,10 @@ def _shaped(
     return found.transpose(-1, -2) if classes_first else found
 
 
-def leaves_of(
-    inputs: Sequence[Tensor | None], asked: Sequence[bool], dtype: torch.dtype | None = None
-) -> list[Any]:
-    """Return these tensors outside of their graph, each with a gradient where one is asked for.
-
-    They are of the type `dtype`, where one is given.
-    """
+def leaves_of(inputs: Sequence[Tensor | None], asked: Sequence[bool]) -> list[Any]:
+    """Return these tensors outside of their graph, each with a gradient where one is asked for."""
     return [
-        None if each is None else each.detach().to(dtype or each.dtype).requires_grad_(wanted)
+        None if each is None else each.detach().requires_grad_(wanted)
         for each, wanted in zip(inputs, asked, strict=False)
     ]
 

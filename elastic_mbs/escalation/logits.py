@@ -25,11 +25,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.errors import ReplayUnsafeError
-from elastic_mbs.escalation.chunks import chunked_cross_entropy
+from elastic_mbs.escalation.chunks import chunked_cross_entropy, makes_gradients_at_once
 from elastic_mbs.escalation.head import WAY_OUT, Head, OtherLayers, Step, gradients_of, leaves_of
 
 SMALL = 2**20  # bytes of logits that are not worth it
-_COPIES = 4  # of a chunk's logits that its loss and its backward hold at once; two more a step
+# of a chunk's logits that its loss and its backward hold at once; two more a step
+_COPIES, _COPIES_BY_AUTOGRAD = 2, 4
 _ROWS = 512  # of a chunk, where there is memory for as many: the products of fewer are slow
 FEWEST = 32  # of a chunk, where there is not: fewer take too long
 
@@ -213,16 +214,21 @@ class ChunkedLogits(TorchFunctionMode):
         )
 
     def _rows(self, logits: LazyLogits) -> int:
-        """Return the rows of a chunk: the size of the weight, or a quarter of the free memory.
+        """Return the rows of a chunk: the size of the weight, or half of the free memory.
 
         Their number does not follow from the length of the sample: longer chunks take more memory
         and are no faster.
         """
-        classes, own = logits.head.weight.shape
+        head = logits.head
+        classes, own = head.weight.shape
         free = self._free()
         if free is not None:
-            copies = _COPIES + 2 * len(logits.head.steps)
-            fit = free // (4 * copies * classes * max(4, logits.dtype.itemsize))
+            at_once = makes_gradients_at_once(head, logits.dtype)
+            copies = (_COPIES if at_once else _COPIES_BY_AUTOGRAD) + 2 * len(head.steps)
+            # Gradients come first; autocast adds the weight and a product, of half the size each.
+            of_weight = head.weight.nbytes * (1 if head.cast is None else 2)
+            left = free - head.hidden.nbytes - of_weight
+            fit = left // (2 * copies * classes * max(4, logits.dtype.itemsize))
             own = min(max(own, _ROWS), fit)
         return max(own, FEWEST)
 

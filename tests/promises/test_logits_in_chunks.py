@@ -143,7 +143,8 @@ def gradients(model: nn.Module, loss: Loss, ids: Tensor, mode: Any = None) -> li
 
 
 def chunked(others: OtherLayers, rows: int = 4) -> ChunkedLogits:
-    return ChunkedLogits(others, lambda: rows * 16 * CLASSES * 8)
+    gradients_of_tokens = (tokens().numel() + CLASSES) * FEATURES * 8
+    return ChunkedLogits(others, lambda: gradients_of_tokens + rows * 4 * CLASSES * 8)
 
 
 @pytest.mark.parametrize("model", ["plain", "bias", "cap", "tied"])
@@ -243,6 +244,41 @@ def test_a_second_backward_has_the_same_gradient(small: None) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     assert error_of([there(grad) / 2 for grad in grads(words)], wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["shifted", "smoothed", "weighted and smoothed"])
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_round_no_more_than_torch(
+    small: None, dtype: torch.dtype, scale: float, name: str
+) -> None:
+    words, ids = Words().to(dtype), tokens(8)
+    with torch.no_grad():  # where the softmax is nearly 1, digits are lost easily
+        words.head.weight.mul_(scale)
+    exact = Words().double()
+    exact.load_state_dict(words.state_dict())
+    ids[0] = exact(ids[0]).argmax(-1)
+    wanted = gradients(exact, CHUNKED[name], ids)
+    by_torch = gradients(words, CHUNKED[name], ids)
+    words.zero_grad()
+    found = gradients(words, CHUNKED[name], ids, chunked(OtherLayers()))
+    assert there(found[0]).dtype is there(by_torch[0]).dtype
+    assert error_of(found, wanted) <= 1.5 * error_of(by_torch, wanted) + torch.finfo(dtype).eps
+
+
+def test_a_class_that_is_ruled_out_has_no_gradient(small: None) -> None:
+    words, ids = Words(bias=True).double(), tokens().clamp(min=1)
+    labels = ids.clone()
+    labels[0] = -100  # where the target does not count, that of class 0 stands in its place
+    with torch.no_grad():
+        words.head.bias[0] = -torch.inf
+
+    def loss(z: Tensor, ids: Tensor) -> Tensor:
+        return flat(z, labels)
+
+    wanted = gradients(words, loss, ids)
+    found = gradients(words, loss, ids, chunked(OtherLayers()))
+    assert error_of(found, wanted) <= 1e-12
 
 
 def test_a_head_in_float16_is_left_alone(small: None) -> None:
@@ -362,17 +398,39 @@ class Softmaxes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._log_softmax.default:
+        if func is torch.ops.aten.exp_.default:
             self.rows.append(len(args[0]))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("length", [100, 1000])
-def test_a_longer_sample_makes_more_chunks_and_no_longer_ones(small: None, length: int) -> None:
+def test_a_longer_sample_makes_more_chunks_and_no_longer_ones(
+    small: None, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(logits, "_ROWS", 25)
     words, ids = Words().double(), tokens(1, length)
-    with chunked(OtherLayers()), Softmaxes() as seen:
+    with ChunkedLogits(OtherLayers(), lambda: 2**30), Softmaxes() as seen:
         flat(words(ids), ids)
-    assert seen.rows == [4] * (length // 4)
+    assert seen.rows == [25] * (length // 25)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_takes_half_of_the_free_memory_at_most(
+    small: None, dtype: torch.dtype, steps: int
+) -> None:
+    words, ids = Words(classes=400, cap=3.0 if steps else None).to(dtype), tokens(1, 500)
+    with MemoryBudget("1GiB", [words, ids]) as budget:
+        hidden = words.body(words.embedding(ids)).tanh()
+        left, fixed = 2**20, hidden.nbytes + words.head.weight.nbytes
+        with ChunkedLogits(OtherLayers(), lambda: left + fixed), Softmaxes() as seen:
+            z = words.head(hidden)
+            z = z if words.cap is None else torch.tanh(z / words.cap) * words.cap
+            before = budget.live
+            budget.reset_peak()
+            flat(z, ids)
+        assert len(seen.rows) > 1
+        assert left / 8 < budget.peak - before - fixed < left / 2
 
 
 def test_the_input_of_the_head_is_gone_once_its_gradient_is_there(small: None) -> None:
