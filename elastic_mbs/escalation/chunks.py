@@ -46,7 +46,7 @@ def chunked_cross_entropy(
     chunks = _Chunks(loss, head.rows, head.steps, rows, head.cast)
     total: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         *(head.hidden.flatten(0, -2), head.weight, head.bias),
-        *(chunks, makes_gradients_at_once(head, dtype)),
+        *(chunks, _makes_gradients_at_once(head, dtype)),
     )
     if reduction == "mean":
         total = total / loss.terms(total.dtype)
@@ -55,7 +55,15 @@ def chunked_cross_entropy(
     return total.to(dtype)
 
 
-def makes_gradients_at_once(head: Head, dtype: torch.dtype) -> bool:
+def copies_of(head: Head, dtype: torch.dtype) -> int:
+    """Return how many tensors of the size of a chunk's logits, in `dtype`, are there at once."""
+    if not _makes_gradients_at_once(head, dtype):
+        return 4 + 2 * len(head.steps)  # of torch's cross-entropy and its backward
+    written_over = not head.steps and dtype.itemsize >= 4
+    return 1 if written_over else 2 + 2 * len(head.steps)
+
+
+def _makes_gradients_at_once(head: Head, dtype: torch.dtype) -> bool:
     """Return whether the gradients of a chunk are made with its loss, and scaled in backward.
 
     A loss in single precision, as the models of transformers have it, rounds its gradients after

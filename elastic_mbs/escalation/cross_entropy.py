@@ -1,29 +1,30 @@
-"""The cross-entropy of a whole batch of rows, and that of some of its rows with their gradient."""
+"""The cross-entropy of many rows, and that of some of them, with its gradient."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
-@dataclass(frozen=True)
 class CrossEntropy:
-    """The targets of all rows, and the arguments of `torch.nn.functional.cross_entropy`.
+    """A summed cross-entropy of all rows, with the arguments of torch's function."""
 
-    Attributes:
-        target: class numbers, of shape (rows,).
-        weight: of the classes, of shape (classes,); None for equal ones.
-        ignore_index: the target of rows that do not count.
-        label_smoothing: the share of the loss that is the mean over all classes.
-    """
+    def __init__(
+        self, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
+    ) -> None:
+        """Note which rows count.
 
-    target: Tensor
-    weight: Tensor | None = None
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
+        Args:
+            target: class numbers, of shape (rows,).
+            weight: of the classes, of shape (classes,); None for equal ones.
+            ignore_index: the target of rows that do not count.
+            label_smoothing: the share of the loss that is the mean over all classes.
+        """
+        self._target, self._weight = target, weight
+        self._ignore_index, self._smoothing = ignore_index, label_smoothing
+        self._counts = target != ignore_index
+        self._index = target.where(self._counts, 0)
 
     def terms(self, dtype: torch.dtype) -> Tensor:
         """Return the number of rows that count, or the sum of their weights: a mean's divisor.
@@ -31,10 +32,9 @@ class CrossEntropy:
         Args:
             dtype: of the loss. Numbers of rows get a type that has all of them.
         """
-        counts = self.target != self.ignore_index
-        if self.weight is None:
-            return counts.sum().to(torch.promote_types(dtype, torch.float32))
-        return (self.weight[self.target.where(counts, 0)] * counts).sum()
+        if self._weight is None:
+            return self._counts.sum().to(torch.promote_types(dtype, torch.float32))
+        return (self._weight[self._index] * self._counts).sum()
 
     def summed(self, logits: Tensor, start: int) -> Tensor:
         """Return the summed loss of some rows, as torch has it, with its graph.
@@ -45,11 +45,11 @@ class CrossEntropy:
         """
         return functional.cross_entropy(
             logits,
-            self.target[start : start + len(logits)],
-            self.weight,
-            ignore_index=self.ignore_index,
+            self._target[start : start + len(logits)],
+            self._weight,
+            ignore_index=self._ignore_index,
             reduction="sum",
-            label_smoothing=self.label_smoothing,
+            label_smoothing=self._smoothing,
         )
 
     def into_gradient(self, logits: Tensor, start: int) -> Tensor:
@@ -65,19 +65,19 @@ class CrossEntropy:
             logits: of shape (rows, classes), in a type of at least single precision.
             start: the first of these rows.
         """
-        target = self.target[start : start + len(logits)]
-        counts = (target != self.ignore_index).unsqueeze(1)
-        target = target.unsqueeze(1).where(counts, 0)
-        weight = None if self.weight is None else self.weight.to(logits.dtype)
-        share = counts.to(logits.dtype) if weight is None else counts * weight[target]
-        evenly = self.label_smoothing / logits.shape[1]  # the share of each class
+        counts, index = (
+            each[start : start + len(logits)].unsqueeze(1) for each in (self._counts, self._index)
+        )
+        weight = None if self._weight is None else self._weight.to(logits.dtype)
+        share = counts.to(logits.dtype) if weight is None else counts * weight[index]
+        evenly = self._smoothing / logits.shape[1]  # the share of each class
         if evenly:
-            share = share * (1 - self.label_smoothing)
+            share = share * (1 - self._smoothing)
             every = logits.new_ones(logits.shape[1]) if weight is None else weight
             even, whole = counts * logits.new_tensor(evenly), every.sum()
 
         logits.sub_(logits.amax(1, keepdim=True))
-        of_target = logits.gather(1, target)
+        of_target = logits.gather(1, index)
         of_all = (logits @ every).unsqueeze(1) if evenly else None
         sums = logits.exp_().sum(1, keepdim=True)
         of_target -= sums.log()
@@ -88,8 +88,8 @@ class CrossEntropy:
             logits.mul_(share / sums)
         else:
             losses += even * (of_all - whole * sums.log())
-            at_target += even * (whole * of_target.exp() - every[target])
+            at_target += even * (whole * of_target.exp() - every[index])
             logits.mul_((share + even * whole) / sums)
             logits.addr_(even.flatten(), every, alpha=-1)
-        logits.scatter_(1, target, at_target)
+        logits.scatter_(1, index, at_target)
         return -losses.where(counts, 0).sum()

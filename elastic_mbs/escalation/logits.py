@@ -25,12 +25,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs.errors import ReplayUnsafeError
-from elastic_mbs.escalation.chunks import chunked_cross_entropy, makes_gradients_at_once
+from elastic_mbs.escalation.chunks import chunked_cross_entropy, copies_of
 from elastic_mbs.escalation.head import WAY_OUT, Head, OtherLayers, Step, gradients_of, leaves_of
 
 SMALL = 2**20  # bytes of logits that are not worth it
-# of a chunk's logits that its loss and its backward hold at once; two more a step
-_COPIES, _COPIES_BY_AUTOGRAD = 2, 4
 _ROWS = 512  # of a chunk, where there is memory for as many: the products of fewer are slow
 FEWEST = 32  # of a chunk, where there is not: fewer take too long
 
@@ -223,12 +221,11 @@ class ChunkedLogits(TorchFunctionMode):
         classes, own = head.weight.shape
         free = self._free()
         if free is not None:
-            at_once = makes_gradients_at_once(head, logits.dtype)
-            copies = (_COPIES if at_once else _COPIES_BY_AUTOGRAD) + 2 * len(head.steps)
             # Gradients come first; autocast adds the weight and a product, of half the size each.
             of_weight = head.weight.nbytes * (1 if head.cast is None else 2)
             left = free - head.hidden.nbytes - of_weight
-            fit = left // (2 * copies * classes * max(4, logits.dtype.itemsize))
+            row = copies_of(head, logits.dtype) * classes * max(4, logits.dtype.itemsize)
+            fit = left // (2 * row)
             own = min(max(own, _ROWS), fit)
         return max(own, FEWEST)
 
