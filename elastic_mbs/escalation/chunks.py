@@ -44,10 +44,9 @@ def chunked_cross_entropy(
     loss = CrossEntropy(target.flatten(), weight, ignore_index, label_smoothing)
     # The head itself is not among these: they live until backward is over.
     chunks = _Chunks(loss, head.rows, head.steps, rows, head.cast)
-    total: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        *(head.hidden.flatten(0, -2), head.weight, head.bias),
-        *(chunks, _makes_gradients_at_once(head, dtype)),
-    )
+    inputs = head.hidden.flatten(0, -2), head.weight, head.bias
+    at_once = _makes_gradients_at_once(head, dtype)
+    total: Tensor = _ChunkedLoss.apply(*inputs, chunks, at_once)  # type: ignore[no-untyped-call]
     if reduction == "mean":
         total = total / loss.terms(total.dtype)
     if torch.is_autocast_enabled(head.hidden.device.type):
@@ -56,7 +55,10 @@ def chunked_cross_entropy(
 
 
 def copies_of(head: Head, dtype: torch.dtype) -> int:
-    """Return how many tensors of the size of a chunk's logits, in `dtype`, are there at once."""
+    """Return how many tensors of the size of a chunk's logits are there at once.
+
+    Logits of `dtype` count as if they were in single precision, at least.
+    """
     if not _makes_gradients_at_once(head, dtype):
         return 4 + 2 * len(head.steps)  # of torch's cross-entropy and its backward
     written_over = not head.steps and dtype.itemsize >= 4

@@ -24,7 +24,7 @@ class CrossEntropy:
         self._target, self._weight = target, weight
         self._ignore_index, self._smoothing = ignore_index, label_smoothing
         self._counts = target != ignore_index
-        self._index = target.where(self._counts, 0)
+        self._index = target.where(self._counts, 0).long()  # torch's own takes bytes, too
 
     def terms(self, dtype: torch.dtype) -> Tensor:
         """Return the number of rows that count, or the sum of their weights: a mean's divisor.

@@ -101,6 +101,7 @@ CHUNKED: dict[str, Loss] = {
     "permuted": lambda z, ids: functional.cross_entropy(z.permute(0, 2, 1), ids),
     "last position left out": lambda z, ids: flat(z[:, 1:], ids[:, :-1]),
     "scaled": lambda z, ids: flat(0.5 * z / 1.5, ids),
+    "bytes": lambda z, ids: flat(z, ids.byte()),
 }
 
 
