@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, repeat
 from operator import attrgetter, is_not
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from elastic_mbs.distributed.control import Retry
-
 CAP = 25 * 2**20  # bytes of a bucket, as in DDP
-FIRST = 2**20  # of the first one, where it is sent while a backward runs
-UNDER_WAY = 2  # sums at a time
+TURNS = 2  # buckets that have memory at a time, without overlap
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -83,26 +77,33 @@ class Bucket:
 class Buckets:
     """Buckets, the same on every rank: leaves in reverse order of registration.
 
-    The buckets take turns in `UNDER_WAY` pieces of memory, or each has its own.
-
     Attributes:
         leaves: the leaves.
         all: the buckets, in the order in which they are summed.
+        overlap: a backward sends them.
+        places: how many have memory at a time: the first ones, then the next ones in turn.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], *, turns: bool = True) -> None:
+    def __init__(self, leaves: Sequence[Tensor], *, overlap: bool = False) -> None:
+        """Take memory.
+
+        Args:
+            leaves: the leaves.
+            overlap: a backward sends the buckets, so each has memory of its own.
+        """
         self.leaves = leaves
-        groups = list(_grouped(self.leaves, CAP if turns else FIRST))
-        places = UNDER_WAY if turns else len(groups)
+        self.overlap = overlap
+        groups = list(_grouped(self.leaves))
+        self.places = len(groups) if overlap else min(TURNS, len(groups))
         sizes: dict[tuple[Kind, int], int] = {}
         for turn, group in enumerate(groups):
-            key = _kind(group[0]), turn % places
+            key = _kind(group[0]), turn % self.places
             sizes[key] = max(sizes.get(key, 0), sum(leaf.numel() for leaf in group))
         flats = {
             key: torch.empty(size, dtype=key[0][0], device=key[0][1]) for key, size in sizes.items()
         }
         self.all = [
-            Bucket(group, flats[_kind(group[0]), turn % places])
+            Bucket(group, flats[_kind(group[0]), turn % self.places])
             for turn, group in enumerate(groups)
         ]
 
@@ -110,51 +111,15 @@ class Buckets:
         """Return for each leaf whether it has a gradient."""
         return used(map(GRAD, self.leaves))
 
-    def sum(
-        self,
-        factor: float,
-        group: dist.ProcessGroup,
-        wait: Callable[[dist.Work], None],
-        retry: Retry,
-    ) -> None:
-        """Replace each gradient by the sum over the ranks of gradient * factor.
 
-        Args:
-            factor: the share of this rank.
-            group: the ranks.
-            wait: waits for a sum.
-            retry: runs an operation of ours that can run out of memory.
-        """
-        under_way: deque[tuple[Bucket, dist.Work]] = deque()
-
-        def start(bucket: Bucket) -> None:
-            bucket.fill(factor)
-            # Last: what was begun cannot be begun again.
-            work = dist.all_reduce(bucket.flat, group=group, async_op=True)
-            assert work is not None
-            under_way.append((bucket, work))
-
-        def end() -> None:
-            bucket, work = under_way.popleft()
-            wait(work)
-            retry("take the sums of gradients", bucket.take)
-
-        for bucket in self.all:
-            if len(under_way) == UNDER_WAY:
-                end()
-            retry("sum the gradients over the ranks", partial(start, bucket))
-        while under_way:
-            end()
-
-
-def _grouped(leaves: Sequence[Tensor], cap: int) -> Iterator[list[Tensor]]:
-    """Yield the leaves of each bucket, of which the first one has up to `cap` bytes."""
+def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the leaves of each bucket."""
     current: list[Tensor] = []
     size = 0
     for leaf in reversed(leaves):
-        if current and (size + leaf.nbytes > cap or _kind(leaf) != _kind(current[0])):
+        if current and (size + leaf.nbytes > CAP or _kind(leaf) != _kind(current[0])):
             yield current
-            current, size, cap = [], 0, CAP
+            current, size = [], 0
         current.append(leaf)
         size += leaf.nbytes
     if current:

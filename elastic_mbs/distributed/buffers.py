@@ -63,7 +63,7 @@ class Buffers:
 
     def send(
         self,
-        group: dist.ProcessGroup,
+        group: torch_private.Group,
         rank: int,
         wait: Callable[[dist.Work], None],
         retry: Retry,
@@ -75,9 +75,7 @@ class Buffers:
             def begin(each: _Flat = each, begun: list[dist.Work] = begun) -> None:
                 if rank == 0:
                     torch._foreach_copy_(each.views, each.buffers)
-                work = dist.broadcast(each.flat, group_src=0, group=group, async_op=True)
-                assert work is not None
-                begun.append(work)
+                begun.append(torch_private.broadcast(group, each.flat))
 
             retry("send the buffers to the other ranks", begin)
             wait(begun[0])

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.errors import MisuseError, PeerError
@@ -193,15 +193,29 @@ class Control:
         try:
             # No earlier start has used these keys: the store of torchrun outlives the processes,
             # and the addresses of those before are in it.
-            store = PrefixStore(f"elastic_mbs/{self.job}", torch_private.store_of(group))
-            self._notes = Notes(store, self.rank, self.size)
-            self._group = torch_private.gloo_group(store, self.rank, self.size, timeout + _SPARE)
+            self._store = PrefixStore(f"elastic_mbs/{self.job}", torch_private.store_of(group))
         except RuntimeError as error:
-            first = next(iter(str(error).splitlines()), "")
-            raise PeerError(
-                f"the ranks could not connect within {timeout:g} s: make the ElasticMBS on every "
-                f"rank, with the same options ({first[:160]})"
-            ) from None
+            raise self._no_connection(error) from None
+        self._notes = Notes(self._store, self.rank, self.size)
+        self._group = self.connect("meetings")
+
+    def connect(self, name: str) -> ProcessGroupGloo:
+        """Return a group of gloo of all ranks, whose collectives end soon after the time-out.
+
+        With one in a group that waits longer a process would not end: nothing takes it back.
+        """
+        store = PrefixStore(name, self._store)
+        try:
+            return torch_private.gloo_group(store, self.rank, self.size, self._timeout + _SPARE)
+        except RuntimeError as error:
+            raise self._no_connection(error) from None
+
+    def _no_connection(self, error: RuntimeError) -> PeerError:
+        first = next(iter(str(error).splitlines()), "")
+        return PeerError(
+            f"the ranks could not connect within {self._timeout:g} s: make the ElasticMBS on every "
+            f"rank, with the same options ({first[:160]})"
+        )
 
     def _draw(self, group: dist.ProcessGroup, device: torch.device) -> str:
         """Return a random word that rank 0 has drawn."""

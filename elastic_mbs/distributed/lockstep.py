@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.control import Place, Retry, Row
-from elastic_mbs.distributed.ranks import Ranks
+from elastic_mbs.distributed.ranks import Agreed, Ranks
 from elastic_mbs.distributed.units import WRAPPER, OnlyGiven, as_module, check_parameter
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.shared.peers import Gradients
@@ -374,7 +374,7 @@ class LockStep(Ranks):
         """Follow the other ranks, of which some have used other parameters."""
         self._wanted = self._gather_maps(used)
 
-    def _sum_gradients(self, factor: float) -> None:
+    def _sum_gradients(self, agreed: Agreed) -> None:
         """Do nothing: every backward has summed."""
 
     def _keep_sums(self, gradients: Gradients) -> None:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,24 @@ from elastic_mbs.errors import (
 from elastic_mbs.options import Settings
 
 _BESIDE = 6  # numbers at the end of a batch, before its losses
+_RANGE = 8  # sums that were sent are made again where they would be scaled up by more
 _MOST = VALUES - _BESIDE - 1  # losses with names: the batch's own is one more
 _LAYOUT = attrgetter("layout")
 WHAT = "hold the sums of gradients over the ranks"
+
+
+class Agreed(NamedTuple):
+    """The numbers on which ranks have agreed at the end of a batch.
+
+    Attributes:
+        factor: of this rank's gradient.
+        sent: the factor of the sums that were sent before; None where they are made again.
+        losses: their sums over the ranks, of losses in host memory.
+    """
+
+    factor: float
+    sent: float | None
+    losses: list[float]
 
 
 class Ranks:
@@ -87,7 +102,7 @@ class Ranks:
         self._on_host = is_on_host(model)
         self._timeout = settings.distributed.timeout
         # Totals are those of all ranks from the start: loss_fn divides by them itself.
-        self._sums = settings.reduction == "sum"
+        self._is_sum = settings.reduction == "sum"
         self._control = self._connect()
         self.about = self._control.about
         self.speeds: tuple[float, ...] = ()
@@ -100,6 +115,8 @@ class Ranks:
         self._maps: list[Tensor] = []  # of each rank: which leaves have gradients
         self._signature = 0.0  # of the leaves that are summed
         self._counts = 1.0  # of this rank in this call
+        self._weighed = 1.0  # the total by which its pieces are weighed
+        self._reference = 0.0  # ... before the totals of the other ranks are known
         self._named = False  # pieces are weighed among all ranks, so gradients are only added
         self._names: tuple[str, ...] = ()  # of the losses of this call
         self._met = True  # this call has had its meeting
@@ -115,22 +132,6 @@ class Ranks:
         kind = torch.float32 if device.type == "mps" else torch.float64
         self._losses = torch.zeros(VALUES, dtype=kind, device=device)
         self._places = list(self._losses)
-
-    def _warm_up(self) -> None:
-        """Make one sum, so that the group has its connections before memory is short."""
-        self._losses.fill_(1.0)
-        self._wait(self._sum(self._losses))
-        found = float(self._losses[0])
-        if found != self._control.size:
-            raise PeerError(
-                f"a sum of ones over {self._control.size} ranks was {found:g}: the process group "
-                "does not work"
-            )
-
-    def _sum(self, tensor: Tensor) -> dist.Work:
-        work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None
-        return work
 
     def _wait(self, work: dist.Work, place: Place = Place.SUM) -> None:
         """Wait for a collective of the data; on a device, only its stream waits."""
@@ -150,7 +151,7 @@ class Ranks:
         self._come_back()
         self._control.batch += 1
         self._met = self._named = False
-        self._counts = 0.0
+        self._counts = self._weighed = 0.0
 
     def _come_back(self) -> None:
         """Meet the others again where the runtime was closed, and is used again."""
@@ -164,24 +165,25 @@ class Ranks:
     def share(self, counts: Counts) -> Counts:
         """Return the counts, as a part of all ranks' for a sum and for losses with names."""
         self._names = counts.names or ()
-        self._named = self._sums or self._adds_up or bool(self._names)
+        self._named = self._is_sum or self._adds_up or bool(self._names)
         totals = counts.totals()
         if not self._named:
-            self._counts = totals[0]
+            own = self._counts = totals[0]
+            self._weighed = self._reference if _is_exact(own, self._reference) else own
             self._watch = Stopwatch(self._accelerator)
-            return counts
+            return counts.weighed_by(self._weighed)
         if len(totals) > _MOST:
             raise UnsupportedError(
                 f"count has {len(totals)} losses, and ranks exchange {_MOST} at most: add "
                 "some of them up in loss_fn"
             )
-        self._counts = 1.0
+        self._counts = self._weighed = self._reference = 1.0
         names = float(zlib.crc32(repr(counts.names).encode()))
         rows = self._meet(Place.COUNTS, [names, *totals])
         if len({row.values[0] for row in rows}) > 1:
             raise MisuseError("the ranks have different losses in count=: give the same on all")
         everybody = [math.fsum(row.values[i] for row in rows) for i in range(1, len(totals) + 1)]
-        if not self._sums:
+        if not self._is_sum:
             _check_total(everybody)
         self._met = False  # the one at the end is still to come
         self._watch = Stopwatch(self._accelerator)  # the others were waited for until now
@@ -196,11 +198,11 @@ class Ranks:
         self._prepare_sums(gradients)
         losses, totals, known = self._retry(WHAT, partial(self._losses_of, result))
         self._send_ahead()
-        factor, sums = self._agree_on_gradients(known)
+        agreed = self._agree_on_gradients(known)
         try:
             with torch.no_grad(), torch_private.unseen():
-                self._add_up([] if self._on_host else losses, factor)
-                self._finish_sums(totals, sums)
+                self._add_up([] if self._on_host else losses, agreed)
+                self._finish_sums(totals, agreed.losses)
         except PeerError:
             raise
         except BaseException as error:  # the others cannot be told at a meeting: they add up
@@ -261,15 +263,12 @@ class Ranks:
         """Return whether sums that were sent are not this call's gradient."""
         return False
 
-    def _judge(self, total: float, *, again: bool) -> None:
-        """Decide, the same on every rank, whether the sums that were sent are the gradient's."""
-
     def _use_all(self, used: bytes) -> None:
         """Follow the other ranks, of which some have gradients of other leaves."""
         raise NotImplementedError
 
-    def _sum_gradients(self, factor: float) -> None:
-        """Sum gradient * factor over the ranks. Nothing is allocated."""
+    def _sum_gradients(self, agreed: Agreed) -> None:
+        """Sum the gradients over the ranks. Nothing is allocated."""
         raise NotImplementedError
 
     def _keep_sums(self, gradients: Gradients) -> None:
@@ -298,16 +297,13 @@ class Ranks:
                     "dense gradients are summed over the ranks"
                 )
 
-    def _agree_on_gradients(self, losses: Sequence[float]) -> tuple[float, list[float]]:
-        """Meet at the end of the batch; return this rank's share, and the sums of the losses.
-
-        A rank without a batch brings none.
-        """
+    def _agree_on_gradients(self, losses: Sequence[float]) -> Agreed:
+        """Meet at the end of the batch. A rank without a batch brings no losses."""
         used = self._used()
         checksum = float(zlib.crc32(used))
-        again = float(self._again())
-        own = [self._counts, self._signature, checksum, again, *self._work]
-        rows = self._meet(Place.GRADIENT, [*own, *losses])
+        own = [self._counts, self._signature, checksum, float(self._again()), *self._work]
+        weighed = [self._weighed * loss for loss in losses]
+        rows = self._meet(Place.GRADIENT, [*own, *weighed])
         _check_total([row.values[0] for row in rows])
         if len({row.values[1] for row in rows}) > 1:
             raise MisuseError(
@@ -316,16 +312,19 @@ class Ranks:
             )
         if len({row.values[2] for row in rows}) > 1:
             self._use_all(used)
-        total = math.fsum(row.values[0] for row in rows)
-        self._judge(total, again=any(row.values[3] for row in rows))
         work = [row.values[4:_BESIDE] for row in rows]
         self.speeds = tuple(samples / seconds if seconds else 0.0 for samples, seconds in work)
-        shares = [1.0 if self._named else row.values[0] / total for row in rows]
+        total = 1.0 if self._named else math.fsum(row.values[0] for row in rows)
+        # Sums that were sent may be too large, or too small for half precision.
+        reference, fits = self._reference, total <= self._reference <= _RANGE * total
+        if not fits:
+            self._reference = total
+        again = not fits or any(row.values[3] for row in rows)
         sums = [
-            sum(share * row.values[place] for share, row in zip(shares, rows, strict=True))
+            sum(row.values[place] for row in rows) / total
             for place in range(_BESIDE, _BESIDE + 1 + len(self._names))
         ]
-        return shares[self._control.rank], sums
+        return Agreed(self._weighed / total, None if again else reference / total, sums)
 
     def _gather_maps(self, used: bytes) -> list[bool]:
         """Return for each leaf that is summed whether a rank has a gradient of it."""
@@ -333,10 +332,11 @@ class Ranks:
         self._control.gather(mine, self._maps, Place.LEAVES)
         return list(map(any, zip(*map(Tensor.tolist, self._maps), strict=True)))
 
-    def _add_up(self, losses: list[Tensor], factor: float) -> None:
+    def _add_up(self, losses: list[Tensor], agreed: Agreed) -> None:
         """Sum gradients over the ranks, and these losses."""
-        work = self._retry("sum the losses", partial(self._put, losses, factor)) if losses else None
-        self._sum_gradients(factor)
+        put = partial(self._put, losses, agreed.factor)
+        work = self._retry("sum the losses", put) if losses else None
+        self._sum_gradients(agreed)
         if work is not None:
             self._wait(work)
 
@@ -345,7 +345,7 @@ class Ranks:
         self._losses.zero_()
         for place, loss in zip(self._places, losses, strict=False):
             place.copy_(loss)
-        return self._sum(self._losses.mul_(factor))
+        return torch_private.all_reduce(self._group, self._losses.mul_(factor))
 
     def _finish_sums(self, totals: list[Tensor], sums: list[float]) -> None:
         """Put the sums of the losses in `totals`: these, or the ones of a device."""
@@ -432,6 +432,11 @@ def _check(settings: Settings) -> None:
         raise UnsupportedError(
             "noise_scale= compares pieces of one rank with the gradient of all ranks: leave it out"
         )
+
+
+def _is_exact(count: float, total: float) -> bool:
+    """Return whether a share is exact in every precision: 1, a half, a quarter, and so on."""
+    return 0 < count <= total and math.frexp(count / total)[0] == 0.5
 
 
 def _check_total(totals: Sequence[float]) -> None:

@@ -17,15 +17,13 @@ from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.buckets import Buckets
 from elastic_mbs.distributed.buffers import Buffers
 from elastic_mbs.distributed.control import Place, Retry
-from elastic_mbs.distributed.overlap import Overlap
-from elastic_mbs.distributed.ranks import WHAT, Ranks
+from elastic_mbs.distributed.ranks import WHAT, Agreed, Ranks
+from elastic_mbs.distributed.sums import Sums
 from elastic_mbs.distributed.wrappers import Quiet, check, check_not_joining
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import PeerError, UnsupportedError
 from elastic_mbs.options import Settings
-
-_RANGE = 8  # sums that were sent are made again where they would be scaled up by more than that
 
 
 class Replicas(Ranks):
@@ -63,13 +61,13 @@ class Replicas(Ranks):
         self._refresh(model)  # refuses other leaves before anybody waits
         self._buffers = Buffers(wrappers, self._ignored)
         super().__init__(wrappers[0].process_group, model, settings, retry)
-        self._overlaps = settings.distributed.overlap
+        self._overlap = settings.distributed.overlap
         self._buckets = Buckets([])
-        self._overlap: Overlap | None = None  # of `_buckets`
-        self._agreed: Overlap | None = None  # the one for whose leaves all ranks have met
-        self._reference = 0.0  # the counts of all ranks by which sums that are sent are weighed
+        # Of gloo's groups the user's may wait for half an hour, and the process with it.
+        self._data = self._control.connect("data") if self._on_host else self._group
+        self._sums = Sums(self._buckets, self._data)
+        self._agreed: Sums | None = None  # the ones for whose leaves all ranks have met
         self._anew = True  # sums that were sent are not this call's gradient
-        self._correction = 1.0  # of sums that were sent, to those of this call
         self._modules: list[nn.Module] = []  # of the model, for which `_buffers` are
         self._make_room()
         self._warm_up()
@@ -96,15 +94,26 @@ class Replicas(Ranks):
         leaves = self._leaves
         if self._buckets.leaves is not leaves:
             # The old memory is gone before the new is made, unless the others still sum in it.
-            self._buckets, self._overlap = Buckets([]), None
+            self._buckets = Buckets([])
+            self._sums = Sums(self._buckets, self._data)
             self._make_common_room(leaves)
-            buckets = Buckets(leaves, turns=not self._overlaps)
-            if self._overlaps:
-                self._overlap = Overlap(buckets, self._group)
+            buckets = Buckets(leaves, overlap=self._overlap)
+            self._sums = Sums(buckets, self._data)
             self._buckets = buckets  # last: it tells that all is there
         modules = self._model.modules  # another list, once it has changed
         self._buffers.refresh(modules_changed=modules is not self._modules)
         self._modules = modules
+
+    def _warm_up(self) -> None:
+        """Make one sum, so that the group has its connections before memory is short."""
+        self._losses.fill_(1.0)
+        self._wait(torch_private.all_reduce(self._data, self._losses))
+        found = float(self._losses[0])
+        if found != self._control.size:
+            raise PeerError(
+                f"a sum of ones over {self._control.size} ranks was {found:g}: the process group "
+                "does not work"
+            )
 
     # ------------------------------------------------------------------ one call
 
@@ -120,14 +129,19 @@ class Replicas(Ranks):
     def before_backward(self, gradients: Gradients, *, last: bool) -> None:
         """Put gradients aside that were there; let the last backward send what is whole."""
         self._put_aside(gradients)
-        overlap = self._agreed
-        if overlap is None:
+        sums = self._agreed
+        if sums is None:
             return
-        self._anew = self._anew or overlap.sent > 0  # the batch has started over
+        self._anew = self._anew or sums.sent > 0  # the batch has started over
         if last and gradients.settled and not self._anew:
-            overlap.arm(self._weight())
+            sums.arm(self._weight())
         else:
-            overlap.disarm()
+            sums.disarm()
+
+    def after_backward(self, *, last: bool) -> None:
+        """Send what is whole now, and what the others wait for; see `Peers`."""
+        if self._agreed is not None and self._agreed.armed:
+            self._send_ahead()
 
     def _put_aside(self, gradients: Gradients) -> None:
         """Put gradients aside that were there: `.grad` is this call's alone."""
@@ -138,8 +152,8 @@ class Replicas(Ranks):
             gradients.put_aside(self._model.leaves)
 
     def _weight(self) -> float:
-        """Return the weight of this rank's gradient before the counts of the others are known."""
-        return 1.0 if self._named else self._counts / self._reference
+        """Return the factor of this rank's gradient before the counts of the others are known."""
+        return self._weighed / self._reference
 
     def _prepare_sums(self, gradients: Gradients) -> None:
         """Have the gradients of this call alone, and memory for their sums."""
@@ -149,27 +163,13 @@ class Replicas(Ranks):
         self._retry(WHAT, self._make_room)
 
     def _send_ahead(self) -> None:
-        """Send all that hooks have not sent, before the ranks meet."""
+        """Send what is sent before the ranks meet."""
         if self._agreed is not None:
-            self._agreed.send_rest(self._weight(), self._retry)
+            self._agreed.send_ahead(self._weight(), self._retry)
 
     def _again(self) -> bool:
         """Return whether sums that were sent are not this call's gradient."""
-        return self._anew or self._agreed is not self._overlap
-
-    def _judge(self, total: float, *, again: bool) -> None:
-        """Decide, the same on every rank, whether the sums that were sent are the gradient's.
-
-        They are too large, or too small for half precision, where counts have changed by much.
-        """
-        agreed, self._agreed = self._agreed, self._overlap
-        fits = self._named or total <= self._reference <= _RANGE * total
-        self._anew = agreed is None or again or not fits
-        self._correction = 1.0 if self._named or self._anew else self._reference / total
-        if not fits:
-            self._reference = total
-        if self._anew and agreed is not None:
-            agreed.begin(self._wait)
+        return self._anew or self._agreed is not self._sums
 
     def _used(self) -> bytes:
         """Return for each leaf that is summed whether it has a gradient."""
@@ -191,18 +191,21 @@ class Replicas(Ranks):
             problem = error
         self._meet(Place.LEAVES, own=problem)
 
-    def _sum_gradients(self, factor: float) -> None:
-        """Sum the buckets, or take the sums that were sent before the ranks have met."""
-        if self._anew or self._overlap is None:
-            self._buckets.sum(factor, self._group, self._wait, self._retry)
-        else:
-            self._overlap.take(self._correction, self._wait, self._retry)
+    def _sum_gradients(self, agreed: Agreed) -> None:
+        """Finish the sums that were sent before the ranks have met, or make them all."""
+        sent, self._agreed = self._agreed, self._sums
+        if agreed.sent is not None:
+            self._sums.finish(self._weight(), agreed.sent, self._wait, self._retry)
+            return
+        if sent is not None:
+            sent.begin(self._wait)
+        self._sums.finish(agreed.factor, 1.0, self._wait, self._retry)
 
     def _finish_sums(self, totals: list[Tensor], sums: list[float]) -> None:
         """Put the losses in `totals`, and send the buffers of rank 0."""
         super()._finish_sums(totals, sums)
         if self._control.size > 1:
-            self._buffers.send(self._group, self._control.rank, self._wait, self._retry)
+            self._buffers.send(self._data, self._control.rank, self._wait, self._retry)
 
     def _keep_sums(self, gradients: Gradients) -> None:
         """Add the sums to the gradients that were there."""

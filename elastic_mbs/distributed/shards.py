@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from elastic_mbs.batch.counts import Counts
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.control import Place, Retry
-from elastic_mbs.distributed.ranks import WHAT, Ranks
+from elastic_mbs.distributed.ranks import WHAT, Agreed, Ranks
 from elastic_mbs.distributed.units import (
     WRAPPER,
     OnlyGiven,
@@ -307,9 +307,9 @@ class Shards(Ranks):
         """Have gradients on all ranks where one rank has them."""
         self._wanted = self._gather_maps(used)
 
-    def _sum_gradients(self, factor: float) -> None:
+    def _sum_gradients(self, agreed: Agreed) -> None:
         """Sum the gradients in parts, and take those of this rank's shards."""
-        self._wholes.scatter(factor, self._wait, self._retry)
+        self._wholes.scatter(agreed.factor, self._wait, self._retry)
 
     def _keep_sums(self, gradients: Gradients) -> None:
         """Make the sums the gradients of the shards, or add them."""

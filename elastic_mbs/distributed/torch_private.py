@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # it takes half a second, and only sharded models need it
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
+Group = dist.ProcessGroup | ProcessGroupGloo  # one of torch's, or of `gloo_group`
+
+
 def comm_hook(ddp: DDP) -> str:
     """Return the name of the hook that takes the place of DDP's sums, or ""."""
     logged: dict[str, Any] = ddp._get_ddp_logging_data() if ddp.logger is not None else {}
@@ -95,6 +98,24 @@ def all_gather(group: ProcessGroupGloo, everyone: list[torch.Tensor], mine: torc
     gather: Callable[..., Work] = group.allgather  # type: ignore[attr-defined]
     with unseen():
         return gather([everyone], [mine])
+
+
+def all_reduce(group: Group, tensor: torch.Tensor) -> Work:
+    """Begin to sum a tensor over the ranks of a group."""
+    if isinstance(group, ProcessGroupGloo):
+        begin: Callable[..., Work] = group.allreduce  # type: ignore[attr-defined]
+        return begin([tensor])
+    work: Work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
+
+
+def broadcast(group: Group, tensor: torch.Tensor) -> Work:
+    """Begin to put the tensor of a group's first rank in everybody's."""
+    if isinstance(group, ProcessGroupGloo):
+        begin: Callable[..., Work] = group.broadcast  # type: ignore[attr-defined]
+        return begin(tensor, 0)
+    work: Work = dist.broadcast(tensor, group_src=0, group=group, async_op=True)
+    return work
 
 
 def is_over(work: Work, seconds: float) -> bool:

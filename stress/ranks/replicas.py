@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from elastic_mbs.distributed import buckets
+from elastic_mbs.distributed import buckets, torch_private
 
 from .training import Counts, Training
 
@@ -48,7 +48,7 @@ class Replicas(Training):
     def wrap(self) -> nn.Module:
         """Wrap the model, with any flag of DDP's."""
         shared = self.shared
-        buckets.FIRST = buckets.CAP = shared.choice([300, 2**20])  # some buckets, or one
+        buckets.CAP = shared.choice([300, 2**20])  # some buckets, or one
         ddp = DDP(self.model, **shared.choice(FLAGS))
         self.called = self.model if shared.random() < 0.3 else ddp
         return ddp
@@ -80,14 +80,14 @@ class Replicas(Training):
 @contextmanager
 def counting_early_sums(counts: Counts) -> Iterator[None]:
     """Count the sums that begin while a backward runs."""
-    begin = dist.all_reduce
+    begin = torch_private.all_reduce
 
-    def all_reduce(*args: Any, **options: Any) -> Any:
+    def all_reduce(group: torch_private.Group, tensor: Tensor) -> dist.Work:
         counts.early += torch._C._current_graph_task_id() >= 0
-        return begin(*args, **options)
+        return begin(group, tensor)
 
-    dist.all_reduce = all_reduce
+    torch_private.all_reduce = all_reduce
     try:
         yield
     finally:
-        dist.all_reduce = begin
+        torch_private.all_reduce = begin

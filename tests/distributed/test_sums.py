@@ -1,4 +1,4 @@
-"""Sums that begin while the last backward runs: what keeps them exact and free of hangs."""
+"""Sums that begin before ranks have met: what keeps them exact and free of hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from elastic_mbs import DistributedOptions, ElasticMBS, GradientOptions, Policy, UsageError
-from elastic_mbs.distributed import buckets, overlap, replicas
+from elastic_mbs.distributed import buckets, control, replicas, sums, torch_private
 from stress.ranks.job import run_ranks, values
 from stress.ranks.losses import data
 from tests.helpers.ddp import caught, joined, net, worst
@@ -25,19 +25,25 @@ def square(out: Tensor) -> Tensor:
 
 def small_buckets() -> None:
     """Let a small model have several buckets, in this process."""
-    buckets.FIRST = buckets.CAP = 300
+    buckets.CAP = 300
 
 
-def recorded_sums() -> list[bool]:
-    """Return a list that notes of each sum that begins whether a backward runs."""
-    found: list[bool] = []
-    begin = dist.all_reduce
+def recorded() -> list[str]:
+    """Return a list that notes where each sum begins, and each meeting of the ranks."""
+    found: list[str] = []
+    begin, meet = torch_private.all_reduce, control.Control.meet
 
-    def all_reduce(*args: Any, **options: Any) -> Any:
-        found.append(torch._C._current_graph_task_id() >= 0)
-        return begin(*args, **options)
+    def all_reduce(group: torch_private.Group, tensor: Tensor) -> dist.Work:
+        inside = torch._C._current_graph_task_id() >= 0
+        found.append("in a backward" if inside else "sum")
+        return begin(group, tensor)
 
-    dist.all_reduce = all_reduce
+    def meeting(*args: Any, **options: Any) -> Any:
+        found.append("meeting")
+        return meet(*args, **options)
+
+    torch_private.all_reduce = all_reduce
+    control.Control.meet = meeting  # type: ignore[method-assign]  # of this process, a rank
     return found
 
 
@@ -75,23 +81,31 @@ class Job:
         self.reference.zero_grad()
 
 
-def sums_of_calls(rank: int, world: int, overlap: bool) -> tuple[list[int], int, float]:
+def sums_of_calls(rank: int, world: int, overlap: bool) -> tuple[list[list[str]], float]:
     job = Job(rank, world, overlap=overlap)
-    sums = recorded_sums()
-    inside, error = [], 0.0
-    for step in range(4):
-        sums.clear()
-        error = max(error, job.call(step))
-        inside.append(sum(sums))
-    return inside, len(sums), error
+    noted, errors = recorded(), list[float]()
+    calls = []
+    for step in range(3):
+        noted.clear()
+        errors.append(job.call(step))
+        calls.append(list(noted))
+    return calls, max(errors)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_sums_begin_while_the_last_backward_runs(overlap: bool) -> None:
-    # From the second call on: in the first one ranks have not met.
-    for inside, begun, error in values(run_ranks(sums_of_calls, overlap)):
-        assert inside == ([0, 4, 4, 4] if overlap else [0, 0, 0, 0])
-        assert begun == 4
+FOUR = ["sum"] * 4
+
+
+@pytest.mark.parametrize(
+    ("overlap", "order"),
+    [
+        (True, ["in a backward"] * 3 + ["sum", "meeting"]),
+        (False, ["sum", "sum", "meeting", "sum", "sum"]),
+    ],
+)
+def test_sums_begin_before_ranks_meet(overlap: bool, order: list[str]) -> None:
+    # From the second call on: in the first one ranks have not agreed on the leaves.
+    for calls, error in values(run_ranks(sums_of_calls, overlap)):
+        assert calls == [["meeting", *FOUR], order, order]
         assert error < 1e-12
 
 
@@ -138,16 +152,16 @@ def error_after_a_sum_has_begun(rank: int, world: int) -> tuple[str, int, list[f
     """The last backward of rank 1 raises an error after its first bucket was sent."""
     job = Job(rank, world)
     errors = [job.call(0), job.call(1)]
-    sums = recorded_sums()
+    noted = recorded()
 
     def fail(gradient: Tensor) -> None:
-        if sums:
+        if noted:
             raise ValueError("a broken hook")
 
     if rank == 1:
         job.fails = lambda hidden: hidden.register_hook(fail)
     found = caught(lambda: job.call(2))
-    inside = sum(sums)
+    inside = noted.count("in a backward")
     job.fails = lambda hidden: None
     job.clear()
     return found, inside, [*errors, job.call(3), job.call(4)]
@@ -159,7 +173,7 @@ def test_a_rank_that_has_failed_sends_the_rest_so_the_others_do_not_hang() -> No
     )
     assert own == "ValueError: a broken hook"
     assert other.endswith("rank 1: ValueError: a broken hook")
-    assert (all_sent, some_sent) == (4, 2)
+    assert (all_sent, some_sent) == (3, 2)
     assert max(first + second) < 1e-12
 
 
@@ -173,11 +187,11 @@ def shortage_after_a_sum_has_begun(rank: int, world: int) -> tuple[int, int, flo
     small_buckets()
     model, reference = net(), net()
     ddp = DDP(model)
-    sums, struck, fails = recorded_sums(), list[int](), False
+    noted, struck, fails = recorded(), list[int](), False
 
     def fail(gradient: Tensor) -> None:
-        if rank == 1 and fails and sums and not struck:
-            struck.append(sum(sums))
+        if rank == 1 and fails and noted and not struck:
+            struck.append(noted.count("in a backward"))
             raise torch.OutOfMemoryError("injected: out of memory in backward")
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -194,10 +208,10 @@ def shortage_after_a_sum_has_begun(rank: int, world: int) -> tuple[int, int, flo
     ) as mbs:
         for step in range(3):
             model.zero_grad()
-            sums.clear()
+            noted.clear()
             fails = step == 2
             result = mbs.backward(loss_fn, data(rank, step, 6))
-    inside = sum(sums)
+    inside = noted.count("in a backward")
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, result.partition)
     for each, partition in enumerate(everyone):
@@ -213,7 +227,7 @@ def test_a_batch_that_starts_over_after_a_sum_has_begun_is_summed_again() -> Non
         run_ranks(shortage_after_a_sum_has_begun)
     )
     assert struck == some_sent == 2  # a replay sends nothing from its backward
-    assert all_sent == 4
+    assert all_sent == 3
     assert max(first, second) < 1e-12
 
 
@@ -272,18 +286,60 @@ def test_sums_that_were_sent_are_weighed_by_the_counts_of_their_own_call() -> No
         assert max(errors) < 1e-12
 
 
+def half_precision(rank: int, world: int) -> list[float]:
+    """A batch of one sample, then a large one: weights by the counts before would be large."""
+    model = nn.Linear(1, 1, bias=False).half()
+    nn.init.ones_(model.weight)
+    ddp = DDP(model)
+    gradients = []
+    with ElasticMBS(ddp, distributed=DistributedOptions(timeout=8)) as mbs:
+        for length in (1, 1, 2_000, 2_000):
+            x = torch.full((length, 1), 200.0, dtype=torch.float16)
+            mbs.backward(lambda x: ddp(x).float().mean(), x)
+            assert model.weight.grad is not None
+            gradients.append(model.weight.grad.item())
+            model.zero_grad()
+    return gradients
+
+
+def test_counts_that_grow_overflow_no_half_precision() -> None:
+    for gradients in values(run_ranks(half_precision)):
+        assert gradients == pytest.approx([200.0] * 4, rel=1e-3)
+
+
+def loss_in_half_precision(rank: int, world: int) -> list[float]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    ddp = DDP(model)
+    gradients = []
+    with ElasticMBS(ddp, distributed=DistributedOptions(timeout=8)) as mbs:
+        for _ in range(3):
+            mbs.backward(lambda x: ddp(x).bfloat16().mean(), torch.full((4, 1), 3.0))
+            assert model.weight.grad is not None
+            gradients.append(model.weight.grad.item())
+            model.zero_grad()
+    return gradients
+
+
+def test_a_share_of_a_third_is_not_rounded_to_half_precision() -> None:
+    for gradients in values(run_ranks(loss_in_half_precision, world=3)):
+        assert gradients == pytest.approx([3.0] * 3, rel=1e-6)
+
+
 def test_the_hooks_go_with_the_sums_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[int] = []
-    monkeypatch.setattr(overlap, "_hook", lambda _, place: lambda *gradients: heard.append(place))
+    monkeypatch.setattr(buckets, "CAP", 300)
+    monkeypatch.setattr(sums, "_hook", lambda _, place: lambda *gradients: heard.append(place))
     model, group = net(), object()
     leaves = list(model.parameters())
-    first, second = (
-        overlap.Overlap(buckets.Buckets(leaves, turns=False), group)  # type: ignore[arg-type]
-        for _ in range(2)
-    )
+    each = [buckets.Buckets(leaves, overlap=True) for _ in range(2)]
+    first, second = (sums.Sums(made, group) for made in each)  # type: ignore[arg-type]
     del first
     square(model(data(0, 0))).backward()
-    assert len(heard) == len(leaves)
+    lengths = [len(bucket.leaves) for bucket in each[1].all]
+    assert len(lengths) > 2
+    # The last bucket is whole when the backward ends, and needs no hook.
+    assert [heard.count(place) for place in range(len(lengths))] == [*lengths[:-1], 0]
     assert second.sent == 0
 
 
