@@ -9,7 +9,8 @@ likes. Ranks meet once a call, when each has its own part of the gradient whole:
     meet     one exchange on the host: counts, who has failed, which leaves have gradients
     sum      one sum over the ranks, in parts, each rank weighed by its share of the counts
 
-With overlap the sums begin in the last backward, and the meeting tells whether they are good.
+Replicas begin the sums before they meet, with overlap in the last backward. The meeting tells
+whether they are good.
 
 A rank whose call ends by an error meets, too, and says so. Then all ranks end that call by an
 error, and can go on with the next one. Source: docs/distributed.md.

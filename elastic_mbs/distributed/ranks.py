@@ -4,7 +4,7 @@
     meet     all that can fail on one rank alone, then one meeting, then the sums
     failed   a rank that has no gradient says so at the next meeting
 
-Subclasses add up the gradients. Some send sums before the ranks have met (`overlap.py`).
+Subclasses add up the gradients. Some send sums before the ranks have met (`sums.py`).
 """
 
 from __future__ import annotations
