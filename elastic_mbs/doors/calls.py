@@ -190,6 +190,7 @@ class Calls:
                 "ranks are not gathered: not supported with DistributedDataParallel and "
                 "fully_shard"
             )
+        self._check_free(training=True)
         name, identity = names_of(embed_fn)
         view, _ = self._read(batch, name, counted=False)
         counts = Unweighted.samples(view.length)
@@ -220,9 +221,8 @@ class Calls:
 
     def evaluate(self, fn: Callable[[Any], Any], batch: Any, outputs: OutputPlace, pad: Pad) -> Any:
         """Run `fn` on every piece and join its outputs. See `ElasticMBS.evaluate`."""
+        self._check_free(training=False)
         name, identity = names_of(fn)
-        self.check_complete()
-        check_outer(self._resources, training=False)
         with self._resources.peers.beside():
             view, counts = self._read(batch, name, counted=False)
             work = Batch(view, counts, name, identity, training=False, sources=partial(_all, fn))
@@ -260,11 +260,15 @@ class Calls:
 
     # ------------------------------------------------------------------ how a call starts and ends
 
+    def _check_free(self, *, training: bool) -> None:
+        """End a loop that was left early, and refuse a call inside the step of another one."""
+        self.check_complete()
+        check_outer(self._resources, training=training)
+
     @contextmanager
     def _beginning(self) -> Iterator[Peers]:
         """Begin a training call: an error in this block ends it on the other ranks, too."""
-        self.check_complete()
-        check_outer(self._resources, training=True)
+        self._check_free(training=True)
         peers = self._resources.peers
         try:
             peers.begin()
@@ -316,8 +320,7 @@ class Calls:
         *,
         counted: bool = True,
     ) -> tuple[BatchView, Counts]:
-        """Check that no call is unfinished, and read the batch of the next one."""
-        self.check_complete()
+        """Read the batch of the next call."""
         resources = self._resources
         self._warn_of_half_a_step()
         resources.wake()

@@ -68,11 +68,7 @@ class Call:
             knowledge: the sizes and the facts that earlier calls have left.
             batch: the samples.
             passes: makes the passes of the call, given its parts.
-
-        Raises:
-            NestedCallError: another call is inside its step function.
         """
-        running.check_outer(resources, training=batch.training)
         self.resources = resources
         self._floors: dict[bool, Floor] = {}  # of passes with and without backward
         try:

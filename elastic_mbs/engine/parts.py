@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -61,7 +60,7 @@ class Batch:
     own_graph: bool = False
     sources: Callable[[], Iterable[Any]] = tuple
 
-    @cached_property
+    @property
     def key(self) -> Key:
         """The kind of call, by which sizes and limits are kept."""
         mode = "train" if self.training else "eval"
@@ -176,7 +175,7 @@ def parts_of(resources: Resources, knowledge: Knowledge, batch: Batch) -> CallPa
     turn = None if tuning is None else begin_turn(knowledge, tuning)
     if turn is None:
         _climb_down(resources, knowledge, batch, profile)
-    decision, progress = _begun(resources, knowledge, batch, gradients)
+    decision, progress = _begun(resources, knowledge, batch, key, gradients)
     loader = Loader(
         view, resources.piece_device, settings.memory.prefetch, longer_than=profile.too_full
     )
@@ -210,13 +209,13 @@ def _full(resources: Resources, gradients: CallGradients) -> Iterable[Tensor]:
 
 
 def _begun(
-    resources: Resources, knowledge: Knowledge, batch: Batch, gradients: CallGradients
+    resources: Resources, knowledge: Knowledge, batch: Batch, key: Key, gradients: CallGradients
 ) -> tuple[Decision, Progress]:
     """Return the size to begin with, and the batch cut into pieces of it.
 
     The first call after a release begins in what the other phase has left.
     """
-    view, key, controller = batch.view, batch.key, knowledge.controller
+    view, controller = batch.view, knowledge.controller
     schedule = _schedule(resources, batch)
     extent = Extent(view.worth, view.elements, schedule.largest)
     if controller.is_back(key):
