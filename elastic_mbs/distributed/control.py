@@ -220,8 +220,7 @@ class Control:
     def _draw(self, group: dist.ProcessGroup, device: torch.device) -> str:
         """Return a random word that rank 0 has drawn."""
         drawn = torch.tensor([int.from_bytes(os.urandom(6), "big")], device=device)
-        work = dist.broadcast(drawn, group_src=0, group=group, async_op=True)
-        assert work is not None
+        work = torch_private.broadcast(group, drawn)
         until = time.monotonic() + self._timeout
         while device.type == "cpu" and not torch_private.is_over(work, LOOK):
             if time.monotonic() > until:

@@ -117,6 +117,7 @@ class Ranks:
         self._counts = 1.0  # of this rank in this call
         self._weighed = 1.0  # the total by which its pieces are weighed
         self._reference = 0.0  # ... before the totals of the other ranks are known
+        self._total = 0.0  # of all ranks in the latest call
         self._named = False  # pieces are weighed among all ranks, so gradients are only added
         self._names: tuple[str, ...] = ()  # of the losses of this call
         self._met = True  # this call has had its meeting
@@ -317,8 +318,9 @@ class Ranks:
         total = 1.0 if self._named else math.fsum(row.values[0] for row in rows)
         # Sums that were sent may be too large, or too small for half precision.
         reference, fits = self._reference, total <= self._reference <= _RANGE * total
-        if not fits:
+        if not fits or total == self._total:
             self._reference = total
+        self._total = total
         again = not fits or any(row.values[3] for row in rows)
         sums = [
             sum(row.values[place] for row in rows) / total

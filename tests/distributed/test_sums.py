@@ -286,6 +286,41 @@ def test_sums_that_were_sent_are_weighed_by_the_counts_of_their_own_call() -> No
         assert max(errors) < 1e-12
 
 
+def factors_after_a_large_batch(rank: int, world: int) -> list[tuple[float, float]]:
+    """Return the factors of the gradients and of their sums, in each call."""
+    found: list[tuple[float, float]] = []
+    fill, take = buckets.Bucket.fill, buckets.Bucket.take
+    ddp = DDP(net())
+    with (
+        ElasticMBS(ddp, distributed=DistributedOptions(timeout=8)) as mbs,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for step, length in enumerate([4, 6, 4, 4, 4]):
+            noted: list[float] = []
+
+            def filled(self: buckets.Bucket, factor: float, noted: list[float] = noted) -> None:
+                noted.append(factor)
+                fill(self, factor)
+
+            def taken(self: buckets.Bucket, factor: float, noted: list[float] = noted) -> None:
+                noted.append(factor)
+                take(self, factor)
+
+            patch.setattr(buckets.Bucket, "fill", filled)
+            patch.setattr(buckets.Bucket, "take", taken)
+            mbs.backward(lambda x: square(ddp(x)), data(rank, step, length))
+            found.append((noted[-2], noted[-1]))
+    return found
+
+
+def test_batches_of_one_length_need_no_pass_for_their_weights() -> None:
+    # Also after one that was longer, by whose counts pieces are weighed for two calls.
+    for factors in values(run_ranks(factors_after_a_large_batch)):
+        *_, before, last = factors
+        assert before != (1.0, 1.0)
+        assert last == (1.0, 1.0)
+
+
 def half_precision(rank: int, world: int) -> list[float]:
     """A batch of one sample, then a large one: weights by the counts before would be large."""
     model = nn.Linear(1, 1, bias=False).half()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -100,6 +101,24 @@ def test_a_wait_can_be_repeated_and_no_mode_sees_what_is_unseen() -> None:
     first, second = values(run_ranks(wait))
     assert first == [False, False]
     assert second == [True, False]
+
+
+def collectives(rank: int, world: int) -> list[list[float]]:
+    group = dist.group.WORLD
+    assert group is not None
+    store = PrefixStore("own", torch_private.store_of(group))
+    found = []
+    for each in (group, torch_private.gloo_group(store, rank, world, 20.0)):
+        sums, sent = torch.tensor([rank + 1.0]), torch.tensor([rank + 5.0])
+        for work in (torch_private.all_reduce(each, sums), torch_private.broadcast(each, sent)):
+            work.wait()
+        found.append([sums.item(), sent.item()])
+    return found
+
+
+def test_sums_and_values_of_the_first_rank_go_through_both_kinds_of_group() -> None:
+    for found in values(run_ranks(collectives)):
+        assert found == [[3.0, 5.0]] * 2
 
 
 # ---------------------------------------------------------------------- fully_shard
