@@ -146,15 +146,12 @@ class Counts:
         }
         return Counts(columns, self.n)
 
-    def weighed_by(self, total: float) -> Counts:
-        """Return the same counts of one loss, with weights of a part of a larger total.
-
-        Its own total stays: the larger one may be a guess.
-        """
-        column = self._columns[None]
-        if total == column.total or not column.total:
+    def divided_by(self, parts: int) -> Counts:
+        """Return the same counts of one loss, whose weights are smaller by a factor of `parts`."""
+        if parts == 1:
             return self
-        units = column.units * total / column.total
+        column = self._columns[None]
+        units = column.units * parts
         return Counts({None: _Column(column.prefix, units, column.total)}, self.n)
 
     def weights(self, start: int, stop: int, reduction: str = "mean") -> dict[str | None, float]:

@@ -202,7 +202,7 @@ class Control:
     def connect(self, name: str) -> ProcessGroupGloo:
         """Return a group of gloo of all ranks, whose collectives end soon after the time-out.
 
-        With one in a group that waits longer a process would not end: nothing takes it back.
+        A collective cannot be taken back, and a process that ends waits for it.
         """
         store = PrefixStore(name, self._store)
         try:

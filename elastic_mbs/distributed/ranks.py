@@ -42,7 +42,7 @@ from elastic_mbs.errors import (
 from elastic_mbs.options import Settings
 
 _BESIDE = 6  # numbers at the end of a batch, before its losses
-_RANGE = 8  # sums that were sent are made again where they would be scaled up by more
+_RANGE = 8  # sums are made again where the total has become smaller by more
 _MOST = VALUES - _BESIDE - 1  # losses with names: the batch's own is one more
 _LAYOUT = attrgetter("layout")
 WHAT = "hold the sums of gradients over the ranks"
@@ -52,13 +52,17 @@ class Agreed(NamedTuple):
     """The numbers on which ranks have agreed at the end of a batch.
 
     Attributes:
-        factor: of this rank's gradient.
-        sent: the factor of the sums that were sent before; None where they are made again.
+        share: the factor of this rank's loss.
+        before: the factor of this rank's gradients where their sum was not sent yet.
+        after: the factor of all sums.
+        again: sums that were sent are made again.
         losses: their sums over the ranks, of losses in host memory.
     """
 
-    factor: float
-    sent: float | None
+    share: float
+    before: float
+    after: float
+    again: bool
     losses: list[float]
 
 
@@ -78,6 +82,7 @@ class Ranks:
     hooks: tuple[AbstractContextManager[object], ...]
     _wrapper: str  # the wrapper that a module with its leaves in it has, in words
     _adds_up = False  # pieces are weighed among all ranks in every call
+    _divides = False  # pieces may be weighed by a total of all ranks, which saves a pass
 
     def __init__(
         self, group: dist.ProcessGroup, model: TrainedModel, settings: Settings, retry: Retry
@@ -116,7 +121,8 @@ class Ranks:
         self._signature = 0.0  # of the leaves that are summed
         self._counts = 1.0  # of this rank in this call
         self._weighed = 1.0  # the total by which its pieces are weighed
-        self._reference = 0.0  # ... before the totals of the other ranks are known
+        # A total of all ranks in an earlier call: it stands for the present one until they meet.
+        self._reference = 0.0
         self._total = 0.0  # of all ranks in the latest call
         self._named = False  # pieces are weighed among all ranks, so gradients are only added
         self._names: tuple[str, ...] = ()  # of the losses of this call
@@ -169,10 +175,11 @@ class Ranks:
         self._named = self._is_sum or self._adds_up or bool(self._names)
         totals = counts.totals()
         if not self._named:
-            own = self._counts = totals[0]
-            self._weighed = self._reference if _is_exact(own, self._reference) else own
+            self._counts = totals[0]
+            parts = _equal_parts(self._counts, self._reference) if self._divides else 1
+            self._weighed = self._counts * parts
             self._watch = Stopwatch(self._accelerator)
-            return counts.weighed_by(self._weighed)
+            return counts.divided_by(parts)
         if len(totals) > _MOST:
             raise UnsupportedError(
                 f"count has {len(totals)} losses, and ranks exchange {_MOST} at most: add "
@@ -199,15 +206,17 @@ class Ranks:
         self._prepare_sums(gradients)
         losses, totals, known = self._retry(WHAT, partial(self._losses_of, result))
         self._send_ahead()
-        agreed = self._agree_on_gradients(known)
+        agreed = None
         try:
+            agreed = self._agree_on_gradients(known)
             with torch.no_grad(), torch_private.unseen():
                 self._add_up([] if self._on_host else losses, agreed)
                 self._finish_sums(totals, agreed.losses)
-        except PeerError:
-            raise
-        except BaseException as error:  # the others cannot be told at a meeting: they add up
-            self._control.lose(f"{type(error).__name__} ended a sum over the ranks: {error}")
+        except BaseException as error:
+            # All ranks know of an error at the meeting. After it they add up, and are not told.
+            at_meeting = agreed is None and isinstance(error, Exception)
+            if not (at_meeting or isinstance(error, PeerError)):
+                self._control.lose(f"{type(error).__name__} ended a sum over the ranks: {error}")
             raise
         self._keep_sums(gradients)
         return with_losses(result, totals[0], dict(zip(self._names, totals[1:], strict=True)))
@@ -259,6 +268,10 @@ class Ranks:
 
     def _send_for_others(self) -> None:
         """Send what the others wait for in a call that this rank does not make."""
+
+    def _weight(self) -> float:
+        """Return the factor of this rank's gradient before the ranks have met."""
+        return self._weighed / self._reference
 
     def _again(self) -> bool:
         """Return whether sums that were sent are not this call's gradient."""
@@ -316,17 +329,20 @@ class Ranks:
         work = [row.values[4:_BESIDE] for row in rows]
         self.speeds = tuple(samples / seconds if seconds else 0.0 for samples, seconds in work)
         total = 1.0 if self._named else math.fsum(row.values[0] for row in rows)
-        # Sums that were sent may be too large, or too small for half precision.
+        # With a smaller reference the sums are too large for half precision, and with a much
+        # larger one too small.
         reference, fits = self._reference, total <= self._reference <= _RANGE * total
+        again = not fits or any(row.values[3] for row in rows)
+        share = self._weighed / total
+        before, after = (share, 1.0) if again else (self._weight(), reference / total)
         if not fits or total == self._total:
             self._reference = total
         self._total = total
-        again = not fits or any(row.values[3] for row in rows)
         sums = [
             sum(row.values[place] for row in rows) / total
             for place in range(_BESIDE, _BESIDE + 1 + len(self._names))
         ]
-        return Agreed(self._weighed / total, None if again else reference / total, sums)
+        return Agreed(share, before, after, again, sums)
 
     def _gather_maps(self, used: bytes) -> list[bool]:
         """Return for each leaf that is summed whether a rank has a gradient of it."""
@@ -336,7 +352,7 @@ class Ranks:
 
     def _add_up(self, losses: list[Tensor], agreed: Agreed) -> None:
         """Sum gradients over the ranks, and these losses."""
-        put = partial(self._put, losses, agreed.factor)
+        put = partial(self._put, losses, agreed.share)
         work = self._retry("sum the losses", put) if losses else None
         self._sum_gradients(agreed)
         if work is not None:
@@ -436,9 +452,10 @@ def _check(settings: Settings) -> None:
         )
 
 
-def _is_exact(count: float, total: float) -> bool:
-    """Return whether a share is exact in every precision: 1, a half, a quarter, and so on."""
-    return 0 < count <= total and math.frexp(count / total)[0] == 0.5
+def _equal_parts(count: float, total: float) -> int:
+    """Return total / count where it is a power of two, so that no weight is rounded; else 1."""
+    exact = 0 < count <= total and math.frexp(total / count)[0] == 0.5
+    return int(total / count) if exact else 1
 
 
 def _check_total(totals: Sequence[float]) -> None:

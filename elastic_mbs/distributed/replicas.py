@@ -58,12 +58,13 @@ class Replicas(Ranks):
         self._ignored: set[int] = set().union(*ignored)
         self._generation = -1  # of the model's leaves, for which `_leaves` is
         self._leaves: list[Tensor] = []  # that are summed: the same on every rank, in one order
+        self._is_plain = settings.plain  # the gradient is the loss's alone: no scaler
         self._refresh(model)  # refuses other leaves before anybody waits
         self._buffers = Buffers(wrappers, self._ignored)
         super().__init__(wrappers[0].process_group, model, settings, retry)
         self._overlap = settings.distributed.overlap
         self._buckets = Buckets([])
-        # Of gloo's groups the user's may wait for half an hour, and the process with it.
+        # A sum in the user's group can keep the process alive for as long as that group waits.
         self._data = self._control.connect("data") if self._on_host else self._group
         self._sums = Sums(self._buckets, self._data)
         self._agreed: Sums | None = None  # the ones for whose leaves all ranks have met
@@ -88,6 +89,9 @@ class Replicas(Ranks):
             )
         self._leaves = [leaf for leaf in leaves if id(leaf) not in self._ignored]
         self._generation = model.generation
+        # A scaler has found its factor with other weights, and half precision has small numbers.
+        in_half = any(leaf.dtype is torch.float16 for leaf in leaves)
+        self._divides = self._is_plain and not in_half
 
     def _make_room(self) -> None:
         """Have memory for all sums, so that nothing is allocated after a meeting."""
@@ -119,10 +123,11 @@ class Replicas(Ranks):
 
     def begin(self) -> None:
         """Begin a training call; see `Peers`."""
+        self._come_back()
+        if self._agreed is not None:  # first: from `begin` on an error of this rank sends sums
+            self._agreed.begin(self._wait)
         super().begin()
         self._prepared = self._anew = False
-        if self._agreed is not None:
-            self._agreed.begin(self._wait)
         for ddp in self._wrappers:
             check_not_joining(ddp)
 
@@ -150,10 +155,6 @@ class Replicas(Ranks):
         self._prepared = True
         if not gradients.settled:  # there may be some
             gradients.put_aside(self._model.leaves)
-
-    def _weight(self) -> float:
-        """Return the factor of this rank's gradient before the counts of the others are known."""
-        return self._weighed / self._reference
 
     def _prepare_sums(self, gradients: Gradients) -> None:
         """Have the gradients of this call alone, and memory for their sums."""
@@ -194,12 +195,9 @@ class Replicas(Ranks):
     def _sum_gradients(self, agreed: Agreed) -> None:
         """Finish the sums that were sent before the ranks have met, or make them all."""
         sent, self._agreed = self._agreed, self._sums
-        if agreed.sent is not None:
-            self._sums.finish(self._weight(), agreed.sent, self._wait, self._retry)
-            return
-        if sent is not None:
+        if agreed.again and sent is not None:
             sent.begin(self._wait)
-        self._sums.finish(agreed.factor, 1.0, self._wait, self._retry)
+        self._sums.finish(agreed.before, agreed.after, self._wait, self._retry)
 
     def _finish_sums(self, totals: list[Tensor], sums: list[float]) -> None:
         """Put the losses in `totals`, and send the buffers of rank 0."""

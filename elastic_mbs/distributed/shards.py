@@ -309,7 +309,7 @@ class Shards(Ranks):
 
     def _sum_gradients(self, agreed: Agreed) -> None:
         """Sum the gradients in parts, and take those of this rank's shards."""
-        self._wholes.scatter(agreed.factor, self._wait, self._retry)
+        self._wholes.scatter(agreed.share, self._wait, self._retry)
 
     def _keep_sums(self, gradients: Gradients) -> None:
         """Make the sums the gradients of the shards, or add them."""

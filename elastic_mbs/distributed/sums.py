@@ -49,8 +49,8 @@ class Sums:
         """Put a hook behind each leaf of the buckets that a backward sends.
 
         Args:
-            buckets: the gradients. Where all have memory of their own, a backward sends all but
-                the last one, which is whole at its end.
+            buckets: the gradients. With overlap a backward sends all but the last one, which is
+                whole only when the backward ends, so it needs no hook.
             group: the ranks.
         """
         self._handles: list[RemovableHandle] = []

@@ -264,13 +264,14 @@ def test_buckets_are_sent_only_once_every_rank_has_them() -> None:
 # ---------------------------------------------------------------------- counts that change
 
 
-def counts_that_change(rank: int, world: int) -> list[float]:
+def counts_that_change(rank: int, world: int, overlap: bool) -> list[float]:
     """Batches of other lengths: sums that were sent are scaled, or made again."""
+    small_buckets()
     model, reference = net(), net()
     ddp = DDP(model)
     errors = []
-    with ElasticMBS(ddp, distributed=DistributedOptions(timeout=8, overlap=True)) as mbs:
-        for step, length in enumerate([8, 8, 5, 9, 1, 1, 100, 50]):
+    with ElasticMBS(ddp, distributed=DistributedOptions(timeout=8, overlap=overlap)) as mbs:
+        for step, length in enumerate([8, 8, 5, 5, 5, 9, 1, 1, 100, 50]):
             lengths = [length + r for r in range(world)]
             mbs.backward(lambda x: square(ddp(x)), data(rank, step, lengths[rank]))
             everyone = [data(r, step, lengths[r]) for r in range(world)]
@@ -281,18 +282,21 @@ def counts_that_change(rank: int, world: int) -> list[float]:
     return errors
 
 
-def test_sums_that_were_sent_are_weighed_by_the_counts_of_their_own_call() -> None:
-    for errors in values(run_ranks(counts_that_change)):
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sums_that_were_sent_are_weighed_by_the_counts_of_their_own_call(overlap: bool) -> None:
+    for errors in values(run_ranks(counts_that_change, overlap)):
         assert max(errors) < 1e-12
 
 
-def factors_after_a_large_batch(rank: int, world: int) -> list[tuple[float, float]]:
+def factors_after_a_large_batch(
+    rank: int, world: int, scaler: torch.amp.GradScaler | None
+) -> list[tuple[float, float]]:
     """Return the factors of the gradients and of their sums, in each call."""
     found: list[tuple[float, float]] = []
     fill, take = buckets.Bucket.fill, buckets.Bucket.take
     ddp = DDP(net())
     with (
-        ElasticMBS(ddp, distributed=DistributedOptions(timeout=8)) as mbs,
+        ElasticMBS(ddp, scaler=scaler, distributed=DistributedOptions(timeout=8)) as mbs,
         pytest.MonkeyPatch.context() as patch,
     ):
         for step, length in enumerate([4, 6, 4, 4, 4]):
@@ -315,10 +319,16 @@ def factors_after_a_large_batch(rank: int, world: int) -> list[tuple[float, floa
 
 def test_batches_of_one_length_need_no_pass_for_their_weights() -> None:
     # Also after one that was longer, by whose counts pieces are weighed for two calls.
-    for factors in values(run_ranks(factors_after_a_large_batch)):
+    for factors in values(run_ranks(factors_after_a_large_batch, None)):
         *_, before, last = factors
         assert before != (1.0, 1.0)
         assert last == (1.0, 1.0)
+
+
+def test_a_scaler_meets_the_same_weights_in_every_call() -> None:
+    # Its factor has grown until numbers of half precision were nearly too large.
+    for factors in values(run_ranks(factors_after_a_large_batch, torch.amp.GradScaler("cpu"))):
+        assert factors[-1] == (0.5, 1.0)
 
 
 def half_precision(rank: int, world: int) -> list[float]:
