@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from elastic_mbs.engine.shared.running import is_ours
 from elastic_mbs.errors import MisuseError
 
 _is_something = partial(is_not, None)
@@ -58,7 +59,9 @@ class DeferredHooks:
         self._after = optimizer._optimizer_step_post_hooks
         # Those registered for all optimizers run first before a step, and last after it.
         first = torch_optimizer._global_optimizer_pre_hooks.values()
-        self._queue_before = _Queue([*first, *self._before.values()])
+        before = [*first, *self._before.values()]
+        self._queue_before = _Queue(before)
+        self._can_change = not all(map(is_ours, before))  # values that the step then begins with
         self._queue_after: _Queue | None = None  # None until the others have run
 
     @property
@@ -94,7 +97,7 @@ class DeferredHooks:
                     hooks[key] = hook.hook
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-        """Run the hooks before the step; return whether there are any.
+        """Run the hooks before the step; return whether they can have changed what it begins with.
 
         After an out-of-memory error it can be called again and continues where it stopped.
         """
@@ -110,7 +113,7 @@ class DeferredHooks:
         last = torch_optimizer._global_optimizer_post_hooks.values()
         others = [each.hook if isinstance(each, _ForOthers) else each for each in last]
         self._queue_after = _Queue([*self._after.values(), *others])
-        return bool(queue.results)
+        return self._can_change and bool(queue.results)
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.ended = True

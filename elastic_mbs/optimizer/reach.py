@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -71,7 +71,6 @@ class Reach:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # with their contents
         self._others: list[Callable[[], object]] = []  # each puts the contents of one back
         self._generators: list[Any] = []
-        self._slots: dict[type, list[str]] = {}
         self._left: list[_Found] = [(root, "optimizer", None) for root in roots]
         self._walk()
         if self._generators:
@@ -96,16 +95,13 @@ class Reach:
     # ------------------------------------------------------------------ the walk
 
     def _walk(self) -> None:
-        readers: dict[type, _Reader | None] = {}
         seen: dict[int, Any] = {}  # with the values, so that no other one gets an id
         left = self._left
         while left:
             found = left.pop()
             value = found[0]
-            kind = type(value)
-            if kind not in readers:
-                readers[kind] = _reader_of(kind)
-            read = readers[kind]
+            kind: Any = type(value)  # mypy takes a class for one without a hash
+            read = _reader_of(kind)
             if read is not None and id(value) not in seen:
                 seen[id(value)] = value
                 read(self, value, found)
@@ -228,10 +224,8 @@ class Reach:
 
     def _attributes(self, value: Any, found: _Found) -> bool:
         """Note the attributes of an object; return whether it can have any."""
-        kind = type(value)
-        if kind not in self._slots:
-            self._slots[kind] = list(_slots_of(kind))
-        slots = [name for name in self._slots[kind] if hasattr(value, name)]
+        kind: Any = type(value)
+        slots = [name for name in _slots_of(kind) if hasattr(value, name)]
         for name in slots:
             part = getattr(value, name)
             self._others.append(partial(object.__setattr__, value, name, part))
@@ -261,7 +255,9 @@ class Reach:
         )
 
 
-def _reader_of(kind: type) -> _Reader | None:
+# Asked of the same few classes in every step.
+@lru_cache(1024)
+def _reader_of(kind: Any) -> _Reader | None:
     """Return the method of `Reach` that reads values of a class; None where nothing is to read."""
     module = kind.__module__ or ""
     if issubclass(kind, _ATOMS) or any(
@@ -296,14 +292,18 @@ _READERS: tuple[tuple[type | types.UnionType, _Reader], ...] = (
 )
 
 
-def _slots_of(kind: type) -> Iterable[str]:
+@lru_cache(1024)
+def _slots_of(kind: Any) -> list[str]:
+    """Return the names of the attributes that a class has slots for."""
+    found = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name.startswith("__") and not name.endswith("__"):
-                yield f"_{base.__name__.lstrip('_')}{name}"
+                found.append(f"_{base.__name__.lstrip('_')}{name}")
             elif name not in ("__dict__", "__weakref__"):
-                yield name
+                found.append(name)
+    return found
 
 
 def _named(name: str | tuple[Any, ...]) -> str:

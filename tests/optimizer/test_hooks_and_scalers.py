@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
 )
 
 from elastic_mbs import ElasticMBS, MisuseError, OptimizerStepError, StepInsideError, Warned
+from elastic_mbs.optimizer.snapshot import OptimizerSnapshot
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.guarded import IMPLEMENTATIONS, World, same
 from tests.helpers.steps import calls_of, elastic
@@ -76,6 +77,28 @@ def test_hooks_before_a_step_do_not_run_again_when_it_is_called_again() -> None:
         parameter.grad.zero_()  # another gradient: it is another step
     world.guarded()
     assert calls == ["before", "after", "before", "before", "after"]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_values_are_copied_a_second_time_only_after_hooks_of_others(
+    hooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World("Adam", "foreach")
+    # From its first call on the runtime has a hook of its own on every step.
+    world.mbs.backward(lambda x: world.model(x).mean(), torch.ones(4, 3, dtype=torch.float64))
+    if hooked:
+        world.optimizer.register_step_pre_hook(lambda *a: None)
+    take, taken = OptimizerSnapshot.take, []
+
+    def counted(snapshot: OptimizerSnapshot, *, host: bool) -> None:
+        taken.append(len(snapshot.tensors))
+        take(snapshot, host=host)
+
+    monkeypatch.setattr(OptimizerSnapshot, "take", counted)
+    for _ in range(2):
+        world.guarded()
+    state = len(world.optimizer.param_groups) * 2 * (1 + 4)  # each parameter and its state
+    assert taken == [state] * (4 if hooked else 2)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -128,9 +128,15 @@ def optimizers() -> list[torch.optim.Optimizer]:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _check_step(optimizer, type(optimizer).__name__)
-    _stepped[id(optimizer)] = optimizer
+    if id(optimizer) not in _stepped:
+        _stepped[id(optimizer)] = optimizer
     for observer in tuple(_observers):  # after the checks: a step that is refused has not begun
         observer.step_begins(optimizer, closure=len(args) > 1 or bool(kwargs))
+
+
+def is_ours(hook: object) -> bool:
+    """Return whether a hook before a step is the one of this module, which changes no value."""
+    return hook is _before_step
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
