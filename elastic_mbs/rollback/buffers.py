@@ -250,13 +250,12 @@ class BufferCopies:
     def _follows(self, layout: _Layout, module: nn.Module, name: str) -> bool:
         """Return whether a container goes back after a failure, of a loss function that is known.
 
-        A piece can fill one and empty it again, so short ones do whether they were seen to change
-        or not.
+        A piece can fill one of the user's and empty it again, so short ones do whether they were
+        seen to change or not. The ones of torch's own modules are settings, as numbers are.
         """
-        if len(vars(module).get(name, ())) <= _LONG:
+        if self._changing.has(module, (id(vars(module)), name)) or id(module) in layout.beside:
             return True
-        key = id(vars(module)), name
-        return id(module) in layout.beside or self._changing.has(module, key)
+        return not is_torchs(module) and len(vars(module).get(name, ())) <= _LONG
 
     def changes(self, module: nn.Module) -> bool:
         """Return whether state of this module is known to change."""

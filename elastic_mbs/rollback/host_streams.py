@@ -22,6 +22,9 @@ from typing import Any
 _HEADER = object.__basicsize__  # the count of references and the class
 _STATE = 624 * 4 + 4  # bytes of numpy's words and of the position among them
 
+Memory = Callable[[], object]
+"""Returns the bytes of a stream at the moment, in an object that can be compared."""
+
 
 class HostStream:
     """A global random stream of the host's.
@@ -34,14 +37,14 @@ class HostStream:
         self,
         read: Callable[[], Any],
         set_state: Callable[[Any], object],
-        memory: Callable[[], object],
+        memory: Memory,
     ) -> None:
         """Take over a stream.
 
         Args:
             read: returns the state.
             set_state: puts a state back.
-            memory: returns the memory that holds the state; None where that is not known.
+            memory: returns the bytes that hold the state; None where they are not known.
         """
         self.set_state = set_state
         self._read = read
@@ -60,40 +63,61 @@ class HostStream:
 
 def pythons_stream() -> HostStream:
     """Return the stream of the functions of `random`."""
-    return HostStream(random.getstate, random.setstate, _memory_of_pythons)
+    memory = memory_of_python(random.getstate.__self__) if python_tells() else _unknown  # type: ignore[attr-defined]  # it is a method
+    return HostStream(random.getstate, random.setstate, memory)
 
 
 def numpys_stream() -> HostStream:
     """Return the stream of the functions of `numpy.random`, which is imported."""
     numpy: Any = importlib.import_module("numpy.random")
     read = partial(numpy.get_state, legacy=False)
-    return HostStream(read, numpy.set_state, partial(_memory_of_numpys, numpy))
+    memory = _memory_of_numpys(numpy) if numpy_tells() else _unknown
+    return HostStream(read, numpy.set_state, memory)
 
 
-def _memory_of_pythons() -> object:
-    return memory_of_python(random.getstate.__self__) if python_tells() else None  # type: ignore[attr-defined]  # it is a method
+def _unknown() -> None:
+    """Return that the memory of a stream tells nothing."""
 
 
-def _memory_of_numpys(numpy: Any) -> object:
-    bits = numpy.get_bit_generator() if numpy_tells() else None  # `set_bit_generator` replaces it
-    if type(bits) is not numpy.MT19937:
-        return None
-    return memory_of_numpy(numpy.get_state.__self__, bits)
+def _memory_of_numpys(numpy: Any) -> Memory:
+    bits: Any = None
+    memory: Memory = _unknown
+
+    def look() -> object:
+        nonlocal bits, memory
+        now = numpy.get_bit_generator()
+        if now is not bits:  # `set_bit_generator` replaces it
+            known = type(now) is numpy.MT19937
+            memory = memory_of_numpy(numpy.get_state.__self__, now) if known else _unknown
+            bits = now
+        return memory()
+
+    return look
 
 
-def memory_of_python(stream: Any) -> object:
-    """Return the memory of a `random.Random`, and its other normal number."""
-    return _bytes_of(stream), stream.gauss_next
+def memory_of_python(stream: Any) -> Memory:
+    """Return a look at the memory of a `random.Random`, and at its other normal number."""
+    own = _bytes_of(stream)
+    return lambda: (own.raw, stream.gauss_next)
 
 
-def memory_of_numpy(stream: Any, bits: Any) -> object:
-    """Return the memory of a `numpy.random.RandomState` and of its `MT19937`."""
-    return _bytes_of(stream), ctypes.string_at(bits.ctypes.state_address, _STATE)
+def memory_of_numpy(stream: Any, bits: Any) -> Memory:
+    """Return a look at the memory of a `numpy.random.RandomState` and of its `MT19937`.
+
+    The caller keeps both: their memory ends with them.
+    """
+    own, words = _bytes_of(stream), _bytes_at(bits.ctypes.state_address, _STATE)
+    return lambda: (own.raw, words.raw)
 
 
-def _bytes_of(value: object) -> bytes:
+def _bytes_of(value: object) -> Any:
     """Return the memory of an object, without its header."""
-    return ctypes.string_at(id(value) + _HEADER, type(value).__basicsize__ - _HEADER)
+    return _bytes_at(id(value) + _HEADER, type(value).__basicsize__ - _HEADER)
+
+
+def _bytes_at(address: int, size: int) -> Any:
+    """Return memory, whose bytes of the moment are `raw`."""
+    return (ctypes.c_char * size).from_address(address)
 
 
 @cache
@@ -104,7 +128,7 @@ def python_tells() -> bool:
     if not own or not hasattr(stream, "gauss_next"):
         return False
     draws = stream.random, partial(stream.gauss, 0.0, 1.0)
-    return _tells(draws, lambda: memory_of_python(stream), stream.getstate, stream.setstate)
+    return _tells(draws, memory_of_python(stream), stream.getstate, stream.setstate)
 
 
 @cache
@@ -118,12 +142,12 @@ def numpy_tells() -> bool:
     stream = numpy.RandomState(bits)
     read = partial(stream.get_state, legacy=False)
     draws = stream.random_sample, stream.standard_normal
-    return _tells(draws, lambda: memory_of_numpy(stream, bits), read, stream.set_state)
+    return _tells(draws, memory_of_numpy(stream, bits), read, stream.set_state)
 
 
 def _tells(
     draws: tuple[Callable[[], object], Callable[[], object]],
-    memory: Callable[[], object],
+    memory: Memory,
     read: Callable[[], Any],
     put: Callable[[Any], object],
 ) -> bool:

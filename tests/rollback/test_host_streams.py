@@ -140,5 +140,5 @@ def test_memory_that_misses_a_draw_is_not_trusted(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tells = getattr(host_streams, f"{kind}_tells").__wrapped__
-    monkeypatch.setattr(host_streams, f"memory_of_{kind}", lambda *_: b"the same")
+    monkeypatch.setattr(host_streams, f"memory_of_{kind}", lambda *_: lambda: b"the same")
     assert not tells()
