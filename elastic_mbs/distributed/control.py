@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from itertools import pairwise
 from threading import Thread
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -36,6 +37,7 @@ VALUES = 22  # numbers that a rank brings to a meeting, at most
 LOOK = 1.0  # seconds between two looks at the notes of the others, while waiting
 ANSWER = 3.0  # seconds in which the store has to answer
 _HEAD = 3
+_NONE = (0.0,) * VALUES
 _TEXT = 600  # bytes of an error that the others are told
 _SPARE = 10.0  # seconds after which gloo itself gives up, later than we do
 
@@ -242,13 +244,13 @@ class Control:
             PeerError: a rank has left, or does not come in time.
             MisuseError: a rank is at another place of its loop.
         """
-        head = (float(place), float(self.batch), float(failed))
-        self._own[:] = array("d", [*head, *values, *[0.0] * (VALUES - len(values))])
+        none = _NONE[len(values) :]
+        self._own[:] = array("d", (place, self.batch, failed, *values, *none))
         self._exchange(self._rows, self._row, place)
-        width = len(self._own)
-        found = [self._all[start : start + width] for start in range(0, len(self._all), width)]
+        every, width = self._all.tolist(), len(self._own)
         rows = [
-            Row(int(each[0]), int(each[1]), bool(each[2]), list(each[_HEAD:])) for each in found
+            Row(int(every[at]), int(every[at + 1]), bool(every[at + 2]), every[at + _HEAD : end])
+            for at, end in pairwise(range(0, len(every) + 1, width))
         ]
         if not any(row.failed for row in rows) and len({row[:2] for row in rows}) > 1:
             self.batch = max(row.batch for row in rows)  # they can go on together

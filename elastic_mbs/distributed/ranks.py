@@ -28,7 +28,7 @@ from elastic_mbs.device import accelerator_of
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.buckets import GRAD, used
 from elastic_mbs.distributed.control import VALUES, Control, Place, Retry, Row
-from elastic_mbs.engine.outcome.result import StepResult, has_loss, with_losses
+from elastic_mbs.engine.outcome.result import StepResult, has_loss, set_losses
 from elastic_mbs.engine.outcome.timing import Stopwatch, Timed, known
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
@@ -219,7 +219,8 @@ class Ranks:
                 self._control.lose(f"{type(error).__name__} ended a sum over the ranks: {error}")
             raise
         self._keep_sums(gradients)
-        return with_losses(result, totals[0], dict(zip(self._names, totals[1:], strict=True)))
+        set_losses(result, totals[0], dict(zip(self._names, totals[1:], strict=True)))
+        return result
 
     def _losses_of(self, result: StepResult) -> tuple[list[Tensor], list[Tensor], list[float]]:
         """Return this rank's losses, memory for their sums, and their numbers.

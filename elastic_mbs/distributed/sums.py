@@ -105,6 +105,8 @@ class Sums:
     def send_ahead(self, factor: float, retry: Retry) -> None:
         """Send what is sent before the ranks meet: gradients times `factor`."""
         self.disarm()
+        if self.sent == self._ahead:
+            return
         with torch.no_grad(), torch_private.unseen():
             while self.sent < self._ahead:
                 self._send_next(factor, retry)

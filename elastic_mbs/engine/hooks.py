@@ -18,7 +18,7 @@ Mostly there is none of them: then an attempt begins and ends without a line for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -126,6 +126,8 @@ class AttemptHooks:
 
     table: SavedTensorTable | None = None
     _draws: _Draws | None = None
+    _inputs: Inputs | None = None  # of modules that run again in backward
+    _largest: LargestTensors | None = None
     _first_node = 0  # the number of the first autograd node of the running attempt
     _in_place: tuple[Hook, ...] = ()  # around the running attempt
 
@@ -157,10 +159,8 @@ class AttemptHooks:
         self._progress = progress
         self._other_layers = other_layers
         self._position_wise = position_wise
-        self._inputs = Inputs()  # of modules that run again in backward
         self._running: list[Attempt] = []  # one at most; shared with the table
         self._seen = list[int | None]()  # bytes that were free in the running attempt
-        self._largest: LargestTensors | None = None
         self.escalate(steps)
 
     def escalate(self, steps: Sequence[Step]) -> None:
@@ -174,16 +174,8 @@ class AttemptHooks:
             self.table = SavedTensorTable()
         if self.table is not None:
             hooks.append(self.table)
-        if "checkpoint" in used:
-            roots = self._resources.model.roots
-            count = used["checkpoint"].blocks
-            hooks.append(CheckpointedBlocks(roots, self._resources.streams, count, self._inputs))
-        if "logits" in used and not any(map(is_compiled, self._resources.model.modules)):
-            hooks.append(ChunkedLogits(self._other_layers, self._free_now))
-        if "tile" in used:
-            roots, streams = self._resources.model.roots, self._resources.streams
-            verdicts, inputs = self._position_wise, self._inputs
-            hooks.append(TiledModules(roots, streams, verdicts, self._free, inputs))
+        if used:
+            hooks += self._of_modules(used)
         if self._resources.settings.gradients.draws == "sample":
             self._draws = _Draws(self._resources, self._running, self._start)
             hooks.append(self._draws)
@@ -194,6 +186,17 @@ class AttemptHooks:
         if self._largest is not None:
             hooks.append(self._largest)
         self._hooks = tuple(hooks)
+
+    def _of_modules(self, used: Mapping[str, Step]) -> Iterator[Hook]:
+        """Yield the hooks of steps that change how modules run."""
+        roots, streams = self._resources.model.roots, self._resources.streams
+        inputs = self._inputs = Inputs()
+        if "checkpoint" in used:
+            yield CheckpointedBlocks(roots, streams, used["checkpoint"].blocks, inputs)
+        if "logits" in used and not any(map(is_compiled, self._resources.model.modules)):
+            yield ChunkedLogits(self._other_layers, self._free_now)
+        if "tile" in used:
+            yield TiledModules(roots, streams, self._position_wise, self._free, inputs)
 
     def look(self) -> None:
         """Look at the largest tensors in the attempts from here on.
@@ -256,7 +259,7 @@ class AttemptHooks:
             ReplayUnsafeError: an input of a module that runs again was edited in place.
             UsageError: numbers that are to be drawn for each sample were drawn on the host.
         """
-        if self._in_place:
+        if self._inputs is not None:
             self._inputs.check(self.table)
         if self._draws is not None:
             self._draws.check()
@@ -271,7 +274,8 @@ class AttemptHooks:
         if not self._in_place:
             return
         self._running.clear()
-        self._inputs.clear()
+        if self._inputs is not None:
+            self._inputs.clear()
         for hook in reversed(self._in_place):
             hook.__exit__(None, None, None)
         self._in_place = ()

@@ -244,7 +244,7 @@ def graphs_made() -> int:
     """Return how many graphs torch.compile has made in this process."""
     # It is not imported here: it is large, and without it nothing is compiled.
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))
 
 
 def _dense_bytes(gradient: torch.Tensor | None) -> int:

@@ -189,10 +189,10 @@ def has_loss(result: StepResult) -> bool:
     return bool(result._losses)
 
 
-def with_losses(result: StepResult, loss: Tensor, named: Mapping[str, Tensor]) -> StepResult:
-    """Return the same result with the losses of all ranks' samples."""
-    each = {name: (value,) for name, value in named.items()}
-    return replace(result, _losses=(loss,), _named=each)
+def set_losses(result: StepResult, loss: Tensor, named: Mapping[str, Tensor]) -> None:
+    """Put the losses of all ranks' samples in a result that nobody has seen yet."""
+    result._losses = (loss,)
+    result._named = {name: (value,) for name, value in named.items()}
 
 
 def stored_bytes(result: StepResult) -> int:
