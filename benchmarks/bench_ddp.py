@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Cost of a call in a job of many processes, against plain DDP or plain `fully_shard`.
 
-    python benchmarks/bench_ddp.py [WORKLOAD …] [--kind fsdp2] [--pieces 1 4] [--json FILE]
+    python benchmarks/bench_ddp.py [WORKLOAD …] [--kind fsdp2] [--pieces 1 4] [--loops LOOP …]
 
 All loops train copies of one model on the same batches, in the same processes and over the same
 process group. `--kind lockstep` is plain `fully_shard` against `mode="lockstep"`. Each round runs a
@@ -218,7 +218,10 @@ def compare(name: str, pieces: int, options: argparse.Namespace) -> list[Result]
     kind = options.kind
     samples = calibrated(name, options.step_ms / 1e3, pieces, kind)
     model, batch = MAKERS[name](samples)
-    names = [each for each in LOOPS if kind == "ddp" or each != "overlap"]
+    wanted = (PLAIN, *options.loops) if options.loops else LOOPS
+    if ALONE in wanted:
+        wanted = (*wanted, BY_HAND)
+    names = [each for each in LOOPS if each in wanted and (kind == "ddp" or each != "overlap")]
     loops = {each: _Loop(each, model, batch, pieces, kind) for each in names}
     for loop in loops.values():
         for _ in range(WARM):
@@ -313,6 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=kinds, default="ddp", help="(default ddp)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--pieces", type=int, nargs="+", default=[1, 4], help="of a batch")
+    loops = [each for each in LOOPS if each not in (PLAIN, BY_HAND)]
+    parser.add_argument("--loops", nargs="+", choices=loops, help="fewer take more rounds (all)")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the plain loop, about")
     parser.add_argument("--block", type=int, default=8, help="steps in a row of one loop")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each comparison")
