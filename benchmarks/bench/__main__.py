@@ -31,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.bench.contenders import installed
-from benchmarks.bench.rows import fault, flapping, idle, recovery, scale, settled, whole_run
+from benchmarks.bench.rows import fault, flapping, idle, recovery, scale, settled, step, whole_run
 from benchmarks.bench_overhead import environment, keep_freed_memory
 from elastic_mbs.errors import UsageError
 from stress.limits import simcuda
@@ -46,6 +46,7 @@ ROWS: Rows = {
     "fault": (fault.rows, fault.text),
     "idle": (idle.rows, idle.text),
     "scale": (scale.rows, scale.text),
+    "step": (step.rows, step.text),
 }
 """Name of a row → the functions that measure it, (quick, rounds) → figures, and tabulate it."""
 

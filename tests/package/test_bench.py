@@ -35,7 +35,9 @@ def test_all_contenders_of_the_whole_run_train_the_same_model(
     assert picture.stat().st_size > 0
 
 
-@pytest.mark.parametrize("row", ["settled", "recovery", "flapping", "fault", "idle", "scale"])
+@pytest.mark.parametrize(
+    "row", ["settled", "recovery", "flapping", "fault", "idle", "scale", "step"]
+)
 def test_every_other_row_has_a_table(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
