@@ -37,7 +37,7 @@ VALUES = 22  # numbers that a rank brings to a meeting, at most
 LOOK = 1.0  # seconds between two looks at the notes of the others, while waiting
 ANSWER = 3.0  # seconds in which the store has to answer
 _HEAD = 3
-_NONE = (0.0,) * VALUES
+_ZEROS = (0.0,) * VALUES
 _TEXT = 600  # bytes of an error that the others are told
 _SPARE = 10.0  # seconds after which gloo itself gives up, later than we do
 
@@ -244,8 +244,8 @@ class Control:
             PeerError: a rank has left, or does not come in time.
             MisuseError: a rank is at another place of its loop.
         """
-        none = _NONE[len(values) :]
-        self._own[:] = array("d", (place, self.batch, failed, *values, *none))
+        rest = _ZEROS[len(values) :]
+        self._own[:] = array("d", (place, self.batch, failed, *values, *rest))
         self._exchange(self._rows, self._row, place)
         every, width = self._all.tolist(), len(self._own)
         rows = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -47,25 +48,6 @@ def _all(*values: Any) -> tuple[Any, ...]:
 
 
 KEPT = 500  # calls in the history
-
-
-class _Beginning:
-    """The block in which a training call begins: an error ends it on the other ranks, too."""
-
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-
-    def __enter__(self) -> Peers:
-        try:
-            self._peers.begin()
-        except BaseException as error:
-            self._peers.failed(error)
-            raise
-        return self._peers
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._peers.failed(error)
 
 
 class Calls:
@@ -283,10 +265,17 @@ class Calls:
         self.check_complete()
         check_outer(self._resources, training=training)
 
-    def _beginning(self) -> _Beginning:
-        """Return the block in which a training call begins."""
+    @contextmanager
+    def _beginning(self) -> Iterator[Peers]:
+        """Begin a training call: an error in this block ends it on the other ranks, too."""
         self._check_free(training=True)
-        return _Beginning(self._resources.peers)
+        peers = self._resources.peers
+        try:
+            peers.begin()
+            yield peers
+        except BaseException as error:
+            peers.failed(error)
+            raise
 
     def _without_samples(self) -> StepResult:
         """Take part in a batch of which other ranks have all samples."""

@@ -9,6 +9,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 ABSENT: Any = object()  # hangs where there is nothing
 Key = tuple[int, str]
@@ -152,8 +153,11 @@ def _new(own: dict[str, Any], size: int) -> list[str]:
 
 
 def is_torchs(module: nn.Module) -> bool:
-    """Return whether the class of a module is one of torch's own."""
-    return type(module).__module__.startswith("torch.nn.")
+    """Return whether the class of a module is one of torch's own.
+
+    With a parametrization (`weight_norm`) a module gets a class of torch's in any case.
+    """
+    return type_before_parametrizations(module).__module__.startswith("torch.nn.")
 
 
 def tensors_of(module: nn.Module) -> list[str]:

@@ -250,12 +250,13 @@ class BufferCopies:
     def _follows(self, layout: _Layout, module: nn.Module, name: str) -> bool:
         """Return whether a container goes back after a failure, of a loss function that is known.
 
-        A piece can fill one of the user's and empty it again, so short ones do whether they were
-        seen to change or not. The ones of torch's own modules are settings, as numbers are.
+        A piece can fill one and empty it again, so short ones do whether they were seen to change
+        or not.
         """
-        if self._changing.has(module, (id(vars(module)), name)) or id(module) in layout.beside:
+        if len(vars(module).get(name, ())) <= _LONG:
             return True
-        return not is_torchs(module) and len(vars(module).get(name, ())) <= _LONG
+        key = id(vars(module)), name
+        return id(module) in layout.beside or self._changing.has(module, key)
 
     def changes(self, module: nn.Module) -> bool:
         """Return whether state of this module is known to change."""

@@ -22,8 +22,8 @@ from typing import Any
 _HEADER = object.__basicsize__  # the count of references and the class
 _STATE = 624 * 4 + 4  # bytes of numpy's words and of the position among them
 
-Memory = Callable[[], object]
-"""Returns the bytes of a stream at the moment, in an object that can be compared."""
+Look = Callable[[], object]
+"""Returns the bytes of a stream now, in an object that can be compared; None where not known."""
 
 
 class HostStream:
@@ -37,14 +37,14 @@ class HostStream:
         self,
         read: Callable[[], Any],
         set_state: Callable[[Any], object],
-        memory: Memory,
+        memory: Look,
     ) -> None:
         """Take over a stream.
 
         Args:
             read: returns the state.
             set_state: puts a state back.
-            memory: returns the bytes that hold the state; None where they are not known.
+            memory: looks at the bytes that hold the state.
         """
         self.set_state = set_state
         self._read = read
@@ -76,12 +76,12 @@ def numpys_stream() -> HostStream:
 
 
 def _unknown() -> None:
-    """Return that the memory of a stream tells nothing."""
+    """Return None: it is not known where the memory of a stream is, or it does not tell."""
 
 
-def _memory_of_numpys(numpy: Any) -> Memory:
+def _memory_of_numpys(numpy: Any) -> Look:
     bits: Any = None
-    memory: Memory = _unknown
+    memory: Look = _unknown
 
     def look() -> object:
         nonlocal bits, memory
@@ -95,19 +95,17 @@ def _memory_of_numpys(numpy: Any) -> Memory:
     return look
 
 
-def memory_of_python(stream: Any) -> Memory:
+def memory_of_python(stream: Any) -> Look:
     """Return a look at the memory of a `random.Random`, and at its other normal number."""
     own = _bytes_of(stream)
     return lambda: (own.raw, stream.gauss_next)
 
 
-def memory_of_numpy(stream: Any, bits: Any) -> Memory:
-    """Return a look at the memory of a `numpy.random.RandomState` and of its `MT19937`.
-
-    The caller keeps both: their memory ends with them.
-    """
+def memory_of_numpy(stream: Any, bits: Any) -> Look:
+    """Return a look at the memory of a `numpy.random.RandomState` and of its `MT19937`."""
     own, words = _bytes_of(stream), _bytes_at(bits.ctypes.state_address, _STATE)
-    return lambda: (own.raw, words.raw)
+    # Both are among the values, so that they live as long as the look: their memory ends with them.
+    return lambda: (own.raw, words.raw, stream, bits)
 
 
 def _bytes_of(value: object) -> Any:
@@ -116,7 +114,7 @@ def _bytes_of(value: object) -> Any:
 
 
 def _bytes_at(address: int, size: int) -> Any:
-    """Return memory, whose bytes of the moment are `raw`."""
+    """Return an array over memory; its `raw` is a copy of the bytes."""
     return (ctypes.c_char * size).from_address(address)
 
 
@@ -147,7 +145,7 @@ def numpy_tells() -> bool:
 
 def _tells(
     draws: tuple[Callable[[], object], Callable[[], object]],
-    memory: Memory,
+    memory: Look,
     read: Callable[[], Any],
     put: Callable[[Any], object],
 ) -> bool:

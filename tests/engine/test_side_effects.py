@@ -225,6 +225,66 @@ def test_outputs_are_given_once(model: nn.Sequential) -> None:
                 micro.keep(micro.data[1])
 
 
+class Bank(nn.Linear):
+    """A layer that keeps its inputs, and counts them, until the loss has taken them."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.taken: list[Tensor] = []
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.taken.append(x)
+        self.count += 1
+        return super().forward(x)
+
+
+def hung_on_torchs_own() -> tuple[nn.Module, Any]:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    model.taken, model.count = [], 0
+    model[0].register_forward_hook(lambda module, given, out: model.taken.append(out))
+    return model, model
+
+
+def with_a_parametrization() -> tuple[nn.Module, Any]:
+    bank: Any = nn.utils.parametrizations.weight_norm(Bank().double())
+    return nn.Sequential(nn.Linear(3, 3).double(), nn.Tanh(), bank), bank
+
+
+@pytest.mark.parametrize("make", [hung_on_torchs_own, with_a_parametrization])
+def test_what_a_piece_fills_and_the_loss_empties_is_empty_after_a_failure(
+    make: Callable[[], tuple[nn.Module, Any]],
+) -> None:
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3)
+
+    def trained(faults: tuple[int, ...]) -> tuple[float, list[Tensor], int]:
+        torch.manual_seed(0)
+        model, holder = make()
+
+        def loss_fn(x: Tensor) -> Tensor:
+            out: Tensor = model(x).square().mean() * (1 + holder.count)
+            out = out + sum(each.square().mean() for each in holder.taken)
+            holder.taken.clear()
+            holder.count = 0
+            return out
+
+        with elastic(model) as mbs:
+            for _ in range(2):  # the third call knows which state changes
+                mbs.backward(loss_fn, x)
+                model.zero_grad()
+            with InjectOOM(at=faults) as inject:
+                loss = float(mbs.backward(loss_fn, x))
+        return loss, [there(each.grad).clone() for each in model.parameters()], inject.count
+
+    loss, gradients, operations = trained(())
+    assert operations > 10
+    for place in range(1, operations + 1):
+        again, found, _ = trained((place,))
+        assert again == pytest.approx(loss, rel=1e-12)
+        for one, other in zip(gradients, found, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
 def test_statistics_that_begin_to_move_go_back_with_a_failed_piece() -> None:
     """The module stays in one mode, and eager batch norm does not raise versions of buffers.
 

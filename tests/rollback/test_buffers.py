@@ -12,7 +12,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_mbs.rollback.attributes import Contents
 from elastic_mbs.rollback.buffers import BufferCopies
 from tests.helpers.steps import there
 
@@ -375,36 +374,6 @@ def test_containers_of_a_module_are_put_back_with_their_items(known: bool) -> No
     }  # fmt: skip
     assert all(vars(module)[name] is value for name, value in was.items())
     assert module.last.maxlen == 2
-
-
-@pytest.mark.parametrize("changes", [False, True])
-def test_a_container_of_torchs_own_module_is_kept_only_once_it_was_seen_to_change(
-    changes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module: Any = nn.LSTM(2, 2)
-    names = [name for name, value in vars(module).items() if type(value) is list]
-    kept: list[str] = []
-    of = Contents.of
-
-    def noted(module: nn.Module, name: str) -> Contents:
-        kept.append(name)
-        return of(module, name)
-
-    monkeypatch.setattr(Contents, "of", noted)
-    copies = BufferCopies()
-    copies.begin_call([module])
-    assert set(names) <= set(kept)  # nothing is known of a first call
-    if changes:
-        module._all_weights.append("more")
-    copies.end_clean_piece()
-    kept.clear()
-    copies.begin_call([module])
-    assert kept == (["_all_weights"] if changes else [])
-    before = list(module._all_weights)
-    if changes:
-        module._all_weights.append("still more")
-    assert copies.restore(to_call_start=False) is None
-    assert module._all_weights == before
 
 
 @pytest.mark.parametrize("start", [numbers(), numbers(1, 2)])
