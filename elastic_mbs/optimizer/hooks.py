@@ -61,7 +61,8 @@ class DeferredHooks:
         first = torch_optimizer._global_optimizer_pre_hooks.values()
         before = [*first, *self._before.values()]
         self._queue_before = _Queue(before)
-        self._can_change = not all(map(is_ours, before))  # values that the step then begins with
+        # hooks of others can change the values with which the step begins
+        self._can_change = not all(map(is_ours, before))
         self._queue_after: _Queue | None = None  # None until the others have run
 
     @property
@@ -97,7 +98,7 @@ class DeferredHooks:
                     hooks[key] = hook.hook
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-        """Run the hooks before the step; return whether they can have changed what it begins with.
+        """Run the hooks before the step; return whether they can have changed values.
 
         After an out-of-memory error it can be called again and continues where it stopped.
         """

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elastic_mbs.errors import UsageError
+from elastic_mbs.rollback.by_class import ByClass
 from elastic_mbs.rollback.random_streams import RandomStreams
 
 # attributes of an optimizer that the scaler and the guard set for one step, and put back themselves
@@ -95,13 +96,16 @@ class Reach:
     # ------------------------------------------------------------------ the walk
 
     def _walk(self) -> None:
+        readers: dict[type, _Reader | None] = {}
         seen: dict[int, Any] = {}  # with the values, so that no other one gets an id
         left = self._left
         while left:
             found = left.pop()
             value = found[0]
-            kind: Any = type(value)  # mypy takes a class for one without a hash
-            read = _reader_of(kind)
+            kind = type(value)
+            if kind not in readers:
+                readers[kind] = _reader_of(kind)
+            read = readers[kind]
             if read is not None and id(value) not in seen:
                 seen[id(value)] = value
                 read(self, value, found)
@@ -224,8 +228,7 @@ class Reach:
 
     def _attributes(self, value: Any, found: _Found) -> bool:
         """Note the attributes of an object; return whether it can have any."""
-        kind: Any = type(value)
-        slots = [name for name in _slots_of(kind) if hasattr(value, name)]
+        slots = [name for name in _slots_of(type(value)) if hasattr(value, name)]
         for name in slots:
             part = getattr(value, name)
             self._others.append(partial(object.__setattr__, value, name, part))
@@ -256,7 +259,7 @@ class Reach:
 
 
 # Asked of the same few classes in every step.
-@lru_cache(1024)
+@ByClass
 def _reader_of(kind: Any) -> _Reader | None:
     """Return the method of `Reach` that reads values of a class; None where nothing is to read."""
     module = kind.__module__ or ""
@@ -292,7 +295,7 @@ _READERS: tuple[tuple[type | types.UnionType, _Reader], ...] = (
 )
 
 
-@lru_cache(1024)
+@ByClass
 def _slots_of(kind: Any) -> list[str]:
     """Return the names of the attributes that a class has slots for."""
     found = []

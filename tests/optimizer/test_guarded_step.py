@@ -1,6 +1,7 @@
 """A guarded step is made whole or not at all, wherever memory runs out in it."""
 
 import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from elastic_mbs import (
     ElasticMBS,
@@ -435,3 +437,29 @@ def test_gradients_stay_enabled_after_an_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt):
         elastic(model).optimizer_step(Interrupted(model.parameters()))
     assert torch.is_grad_enabled()
+
+
+def test_no_class_of_the_users_and_nothing_behind_it_outlives_the_runtime() -> None:
+    def trained() -> tuple[weakref.ref[Any], ...]:
+        model = nn.Linear(3, 1)
+
+        class Loss:
+            def __call__(self, x: Tensor) -> Tensor:
+                loss: Tensor = model(x).mean()
+                return loss
+
+        class Clipped(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                return super().step(closure)
+
+        loss_fn, optimizer = Loss(), Clipped(model.parameters(), 0.1)
+        with elastic(model) as mbs:
+            for _ in range(2):
+                mbs.backward(lambda x: loss_fn(x), torch.ones(4, 3))
+                mbs.optimizer_step(optimizer)
+        return weakref.ref(model), weakref.ref(Loss), weakref.ref(Clipped)
+
+    alive = trained()
+    gc.collect()
+    assert [each() for each in alive] == [None, None, None]

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elastic_mbs.rollback.attributes import Numbers, containers_of, is_torchs, tensors_of
+from elastic_mbs.rollback.by_class import ByClass
 
 FAR, NEAR = 5_000, 100  # objects that are looked at
 _NUMPYS = {"numpy.random._generator", "numpy.random.mtrand"}
@@ -104,7 +105,7 @@ def caller() -> Iterator[Any]:
 
 
 # Asked of the same few classes in every call.
-@functools.lru_cache(1024)
+@ByClass
 def _following(kind: Any) -> Callable[[Any], Iterable[Any]] | None:
     """Return the function that gives all that is reached in one step from a value of a class.
 
@@ -184,8 +185,8 @@ def _room(name: str | None) -> str:
     return (name or "").partition(".")[0]
 
 
-@functools.lru_cache(1024)
-def _is_foreign(kind: type) -> bool:
+@ByClass
+def _is_foreign(kind: Any) -> bool:
     return all(_room(base.__module__) in _FOREIGN for base in kind.__mro__)
 
 

@@ -1,0 +1,30 @@
+"""Answers that depend on a class alone, kept as long as the class lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
+_UNKNOWN: Any = object()
+
+
+class ByClass(Generic[T]):
+    """A function of a class that remembers its answers, and keeps no class alive.
+
+    A class of the user's can reach the model: its methods are closures where it was defined in a
+    function.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        """Decorate a function whose answers do not refer to the class."""
+        self._function = function
+        self._known: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
+
+    def __call__(self, kind: Any) -> T:
+        """Return the answer for a class."""
+        found: T = self._known.get(kind, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = self._known[kind] = self._function(kind)
+        return found
