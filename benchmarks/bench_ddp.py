@@ -317,7 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--pieces", type=int, nargs="+", default=[1, 4], help="of a batch")
     loops = [each for each in LOOPS if each not in (PLAIN, BY_HAND)]
-    parser.add_argument("--loops", nargs="+", choices=loops, help="fewer take more rounds (all)")
+    parser.add_argument(
+        "--loops", nargs="+", choices=loops, help="only these, in more rounds (default all)"
+    )
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the plain loop, about")
     parser.add_argument("--block", type=int, default=8, help="steps in a row of one loop")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each comparison")

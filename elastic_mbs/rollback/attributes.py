@@ -9,7 +9,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils import parametrize
 
 ABSENT: Any = object()  # hangs where there is nothing
 Key = tuple[int, str]
@@ -155,9 +155,13 @@ def _new(own: dict[str, Any], size: int) -> list[str]:
 def is_torchs(module: nn.Module) -> bool:
     """Return whether the class of a module is one of torch's own.
 
-    With a parametrization (`weight_norm`) a module gets a class of torch's in any case.
+    A parametrization (`weight_norm`) gives a module a class that torch makes: the one before it
+    counts.
     """
-    return type_before_parametrizations(module).__module__.startswith("torch.nn.")
+    kind = type(module)
+    if kind.__module__ == parametrize.__name__:
+        kind = kind.__bases__[0]
+    return kind.__module__.startswith("torch.nn.")
 
 
 def tensors_of(module: nn.Module) -> list[str]:

@@ -13,8 +13,7 @@ _UNKNOWN: Any = object()
 class ByClass(Generic[T]):
     """A function of a class that remembers its answers, and keeps no class alive.
 
-    A class of the user's can reach the model: its methods are closures where it was defined in a
-    function.
+    A class that is defined inside a function can reach the model, because its methods are closures.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:

@@ -23,7 +23,7 @@ _HEADER = object.__basicsize__  # the count of references and the class
 _STATE = 624 * 4 + 4  # bytes of numpy's words and of the position among them
 
 Look = Callable[[], object]
-"""Returns the bytes of a stream now, in an object that can be compared; None where not known."""
+"""Returns an object to compare, with the bytes of a stream now; None where they are not known."""
 
 
 class HostStream:
@@ -76,7 +76,7 @@ def numpys_stream() -> HostStream:
 
 
 def _unknown() -> None:
-    """Return None: it is not known where the memory of a stream is, or it does not tell."""
+    """Return None: the memory of a stream is not known, or does not show every draw."""
 
 
 def _memory_of_numpys(numpy: Any) -> Look:
@@ -104,7 +104,7 @@ def memory_of_python(stream: Any) -> Look:
 def memory_of_numpy(stream: Any, bits: Any) -> Look:
     """Return a look at the memory of a `numpy.random.RandomState` and of its `MT19937`."""
     own, words = _bytes_of(stream), _bytes_at(bits.ctypes.state_address, _STATE)
-    # Both are among the values, so that they live as long as the look: their memory ends with them.
+    # The objects are among the values, so that they stay alive: the arrays do not keep them.
     return lambda: (own.raw, words.raw, stream, bits)
 
 

@@ -97,7 +97,7 @@ def test_values_are_copied_a_second_time_only_after_hooks_of_others(
     monkeypatch.setattr(OptimizerSnapshot, "take", counted)
     for _ in range(2):
         world.guarded()
-    # of each parameter: itself, the number of its steps, and the three averages of amsgrad
+    # of each parameter: itself, the number of steps, two averages and amsgrad's maximum
     state = len(world.optimizer.param_groups) * 2 * (1 + 4)
     assert taken == [state] * (4 if hooked else 2)
 

@@ -31,12 +31,12 @@ class Step:
 
     Attributes:
         optimizer: its name.
-        parameters: the numbers that it steps.
+        parameters: how many numbers it steps.
         pairs: steps of each kind.
         plain: seconds of `optimizer.step()`, median.
         guarded: seconds of `mbs.optimizer_step`, median.
         ratio: guarded / plain - 1, of each pair.
-        control: the same of a second plain step: the reading where nothing differs.
+        control: the same for a second plain step: the reading where nothing differs.
     """
 
     optimizer: str

@@ -135,7 +135,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def is_ours(hook: object) -> bool:
-    """Return whether a hook before a step is the one of this module, which changes no value."""
+    """Return whether a hook is the one that this module has before every step.
+
+    It changes no value.
+    """
     return hook is _before_step
 
 
