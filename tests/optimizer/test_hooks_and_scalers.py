@@ -79,15 +79,17 @@ def test_hooks_before_a_step_do_not_run_again_when_it_is_called_again() -> None:
     assert calls == ["before", "after", "before", "before", "after"]
 
 
-@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("hooked", ["", "this optimizer", "all optimizers"])
 def test_values_are_copied_a_second_time_only_after_hooks_of_others(
-    hooked: bool, monkeypatch: pytest.MonkeyPatch
+    hooked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World("Adam", "foreach")
     # From its first call on the runtime has a hook of its own on every step.
     world.mbs.backward(lambda x: world.model(x).mean(), torch.ones(4, 3, dtype=torch.float64))
-    if hooked:
-        world.optimizer.register_step_pre_hook(lambda *a: None)
+    hook = world.optimizer.register_step_pre_hook
+    if hooked == "all optimizers":
+        hook = register_optimizer_step_pre_hook
+    handle = hook(lambda *a: None) if hooked else None
     take, taken = OptimizerSnapshot.take, []
 
     def counted(snapshot: OptimizerSnapshot, *, host: bool) -> None:
@@ -97,6 +99,8 @@ def test_values_are_copied_a_second_time_only_after_hooks_of_others(
     monkeypatch.setattr(OptimizerSnapshot, "take", counted)
     for _ in range(2):
         world.guarded()
+    if handle is not None:
+        handle.remove()
     # of each parameter: itself, the number of steps, two averages and amsgrad's maximum
     state = len(world.optimizer.param_groups) * 2 * (1 + 4)
     assert taken == [state] * (4 if hooked else 2)

@@ -111,10 +111,11 @@ def test_one_number_of_a_pair_counts(kind: str) -> None:
     assert normal() == wanted
 
 
-def test_another_generator_of_numpys_is_read_by_numpy() -> None:
+@pytest.mark.parametrize("other", [NUMPY.PCG64, NUMPY.MT19937])
+def test_a_generator_put_in_the_place_of_numpys_is_read(other: Callable[[int], Any]) -> None:
     stream, before = numpys_stream(), NUMPY.get_bit_generator()
     stream.get_state()
-    NUMPY.set_bit_generator(NUMPY.PCG64(5))
+    NUMPY.set_bit_generator(other(5))
     try:
         seen = stream.get_state()
         NUMPY.random_sample()
