@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from elastic_mbs.batch.foreign.graphs import is_batch_of_graphs
 from elastic_mbs.batch.splitters import Splitter, splitter_of, type_name
 from elastic_mbs.errors import BatchError
+from elastic_mbs.rollback.by_class import ByClass
 
 Path = tuple[Any, ...]
 Parts = dict[Any, Any]  # by key, by field or by index
@@ -82,11 +83,11 @@ def register_splitter(
             called, or only one of `tensors` and `move` is given.
     """
     splitters[cls] = Splitter(cls, length, slice, tensors, move)
-    cached_kind.cache_clear()
+    kind_of.clear()
 
 
-@functools.lru_cache(maxsize=1024)
-def cached_kind(cls: type) -> Kind:
+@ByClass
+def kind_of(cls: type) -> Kind:
     # a Batch of PyTorch Geometric is a Data, too, and is not cut as one
     of_graphs = is_batch_of_graphs(cls)
     for base in cls.__mro__:
@@ -116,9 +117,6 @@ def cached_kind(cls: type) -> Kind:
         if dataclasses.is_dataclass(cls)
         else Kind(Role.UNKNOWN)
     )
-
-
-kind_of: Callable[[type], Kind] = cached_kind  # mypy takes the cached function for Any
 
 
 def roles_in(values: Iterable[Any]) -> set[Role]:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -48,7 +49,9 @@ class Splitter:
     rows_of: Callable[[Any], list[int] | None] = lambda value: None
     # what is known of a value is found once, for all of its pieces: `slice_of` gets it
     opened: Callable[[Any], Any] = lambda value: value
-    keeps_type: dict[type, bool] = field(default_factory=dict, compare=False)
+    keeps_type: WeakKeyDictionary[type, bool] = field(
+        default_factory=WeakKeyDictionary, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.cls, type):
@@ -140,7 +143,7 @@ def splitter_of(cls: type) -> Splitter | None:
     """Return the splitter of a type of another package; None for one that is not known."""
     if is_batch_of_graphs(cls):
         return Splitter(
-            cls,
+            _origin(cls, is_batch_of_graphs),
             number_of_graphs,
             some_graphs,
             lambda batch: _tensors_in(batch.to_dict()),
@@ -148,15 +151,24 @@ def splitter_of(cls: type) -> Splitter | None:
             rows_of=nodes_of_graphs,
             opened=Places,
         )
-    if all(hasattr(cls, name) for name in ("batch_size", "batch_dims", "auto_batch_size_")):
+    if _is_tensordict(cls):
         return Splitter(
-            cls,
+            _origin(cls, _is_tensordict),
             _length_of_tensordict,
             lambda batch, start, stop: batch[start:stop],
             lambda batch: _tensors_in(batch.to_dict()),
             _moved_tensordict,
         )
     return None
+
+
+def _is_tensordict(cls: type) -> bool:
+    return all(hasattr(cls, name) for name in ("batch_size", "batch_dims", "auto_batch_size_"))
+
+
+def _origin(cls: type, is_known: Callable[[type], bool]) -> type:
+    """Return the first of the known classes that `cls` inherits from: no splitter holds `cls`."""
+    return next(base for base in reversed(cls.__mro__) if is_known(base))
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_mbs.batch.containers import cached_kind, map_tensors, register_splitter, splitters
+from elastic_mbs.batch.containers import kind_of, map_tensors, register_splitter, splitters
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
 
@@ -20,7 +20,7 @@ def unregistered() -> Iterator[None]:
     yield
     splitters.clear()
     splitters.update(before)
-    cached_kind.cache_clear()
+    kind_of.clear()
 
 
 class Ragged:

@@ -250,15 +250,15 @@ def test_numpy_arrays_are_cut_as_copies_and_numpy_is_never_imported(
     piece = BatchView({"a": array}).piece(1, 3)["a"]
     assert not np.shares_memory(piece, array)
     assert piece.tolist() == [[2, 3], [4, 5]]
-    from elastic_mbs.batch.containers import cached_kind
+    from elastic_mbs.batch.containers import kind_of
 
-    cached_kind.cache_clear()
+    kind_of.clear()
     monkeypatch.delitem(sys.modules, "numpy")
     assert BatchView(rows(4)).length == 4
     with pytest.raises(BatchError, match=r"numpy\.ndarray"):  # what is not loaded cannot be known
         BatchView({"a": array})
     assert "numpy" not in sys.modules
-    cached_kind.cache_clear()
+    kind_of.clear()
 
 
 # ---------------------------------------------------------------------- joined outputs

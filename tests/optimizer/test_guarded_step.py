@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from types import FrameType
@@ -453,13 +454,21 @@ def test_no_class_of_the_users_and_nothing_behind_it_outlives_the_runtime() -> N
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 return super().step(closure)
 
-        loss_fn, optimizer = Loss(), Clipped(model.parameters(), 0.1)
-        with elastic(model) as mbs:
+        @dataclass
+        class Samples:
+            x: Tensor
+
+            def loss(self) -> Tensor:
+                loss: Tensor = Loss()(self.x)
+                return loss
+
+        optimizer = Clipped(model.parameters(), 0.1)
+        with elastic(model, micro_batch_size=2) as mbs:
             for _ in range(2):
-                mbs.backward(lambda x: loss_fn(x), torch.ones(4, 3))
+                mbs.backward(lambda batch: batch.loss(), Samples(torch.ones(4, 3)))
                 mbs.optimizer_step(optimizer)
-        return weakref.ref(model), weakref.ref(Loss), weakref.ref(Clipped)
+        return tuple(map(weakref.ref, (model, Loss, Samples, Clipped)))
 
     alive = trained()
     gc.collect()
-    assert [each() for each in alive] == [None, None, None]
+    assert [each() for each in alive] == [None] * 4

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic_mbs.batch.containers import cached_kind, register_splitter, splitters
+from elastic_mbs.batch.containers import kind_of, register_splitter, splitters
 from elastic_mbs.batch.foreign.graphs import Places
 from elastic_mbs.batch.view import BatchView
 from elastic_mbs.errors import BatchError
@@ -225,7 +225,7 @@ def unregistered() -> Iterator[None]:
     yield
     splitters.clear()
     splitters.update(before)
-    cached_kind.cache_clear()
+    kind_of.clear()
 
 
 @PACKAGES

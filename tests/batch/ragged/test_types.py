@@ -1,5 +1,8 @@
 """Jagged tensors, batches of graphs and TensorDicts are cut by samples."""
 
+import gc
+import weakref
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -155,6 +158,20 @@ def test_a_tensordict_is_cut_by_its_batch_size(kind: Callable[[], Any]) -> None:
     assert view.elements == 4
     with pytest.raises(BatchError, match="auto_batch_size_"):
         BatchView(kind()({"a": torch.zeros(4)}, batch_size=[]))
+
+
+@pytest.mark.parametrize("base", [Dict, dict, UserDict], ids=lambda base: base.__name__)
+def test_the_class_of_a_batch_is_not_kept_alive(base: type) -> None:
+    def cut() -> weakref.ref[type]:
+        cls = type("Mine", (base,), {})
+        parts = {"x": torch.zeros(4, 2)}
+        view = BatchView(cls(parts, [4]) if base is Dict else cls(parts))
+        assert (view.length, view.piece(1, 3) is None) == (4, False)
+        return weakref.ref(cls)
+
+    alive = cut()
+    gc.collect()
+    assert alive() is None
 
 
 def jagged(lengths: list[int]) -> Any:  # torch leaves what it adds untyped
