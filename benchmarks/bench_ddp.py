@@ -9,7 +9,9 @@ block of steps of every loop, in an order drawn for the round, so that neighbour
 all alike. The figure is the median of the rounds' ratios to the plain loop, with a bootstrap
 interval. A second plain loop shows the method's own reading where nothing differs. "one process" is
 the part of the cost that is there without other ranks: a call on the bare model beyond a loop by
-hand on it, as a part of the plain loop's step.
+hand on it, as a part of the plain loop's step. "one all-gather" is the plain loop with one
+`dist.all_gather` of as many numbers as ranks exchange at the end of a batch: the least that a step
+costs in which all ranks hear of each other.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ from elastic_mbs.cli.demo.gpt import GPT, GPTConfig
 WARM = 10  # steps of a loop before any is measured
 PLAIN = "plain"
 ALONE, BY_HAND = "one process", "by hand"
+GATHER = "one all-gather"
+NUMBERS = 25  # that a rank brings to a meeting
 
 
 def _mlp(samples: int) -> tuple[nn.Module, Tensor]:
@@ -144,6 +148,14 @@ class _Loop:
         if name in (PLAIN, "control", BY_HAND):
             self.step = lambda: _plain(model, optimizer, batch, pieces)
             return
+        if name == GATHER:
+            own = torch.zeros(NUMBERS, dtype=torch.float64)
+            all_ranks = list(own.repeat(dist.get_world_size(), 1))
+            self.step = lambda: (
+                _plain(model, optimizer, batch, pieces),
+                dist.all_gather(all_ranks, own),
+            )
+            return
         mbs = ElasticMBS(
             model,
             micro_batch_size=-(-len(batch) // pieces),
@@ -184,7 +196,7 @@ def _syncing(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-LOOPS = (PLAIN, "control", "elastic", "overlap", "with optimizer_step", ALONE, BY_HAND)
+LOOPS = (PLAIN, "control", GATHER, "elastic", "overlap", "with optimizer_step", ALONE, BY_HAND)
 
 
 def calibrated(name: str, seconds: float, pieces: int, kind: str) -> int:
