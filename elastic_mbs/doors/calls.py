@@ -23,6 +23,7 @@ from elastic_mbs.engine.micro_batch import MicroBatch, loop
 from elastic_mbs.engine.outcome.result import Stats, StepResult, add_to, place_of, stored_bytes
 from elastic_mbs.engine.parts import Batch, CallParts
 from elastic_mbs.engine.passes import OnePass
+from elastic_mbs.engine.recovery.unwinding import note_done
 from elastic_mbs.engine.shared.companions import caller
 from elastic_mbs.engine.shared.knowledge import Knowledge, LossProfile, names_of
 from elastic_mbs.engine.shared.peers import Peers
@@ -343,10 +344,7 @@ class Calls:
             parts.report.done(result, training=training)
         except BaseException as error:  # of a sink, which may raise anything
             if training:
-                error.add_note(
-                    "elastic_mbs: this was raised after the batch was done, so its gradient is "
-                    "whole: step, or call zero_grad() before the batch runs again."
-                )
+                note_done(error)
             raise
         return result
 

@@ -33,7 +33,7 @@ class Phase(Enum):
     """The phases of a call. The values are the words of `OutOfMemory.phase`.
 
                 begin             backward             end
-    WAITING ─────────► FORWARD ─────────► BACKWARD ───► COMMIT ───► WAITING … → WHOLE → DONE
+    WAITING ─────────► FORWARD ─────────► BACKWARD ───► COMMIT ───► WAITING … → DONE
      ▲    │               │                  │            │
      │    │ OOM           │ OOM              │ OOM        │ OOM     any other error → abort → DONE
      │    └───────────────┴────────┬─────────┴────────────┘
@@ -47,7 +47,6 @@ class Phase(Enum):
     BACKWARD = "backward"
     COMMIT = "commit"
     FAILED = "failed"  # an attempt ran out of memory and was not recovered from yet
-    WHOLE = "whole"  # every piece has committed, and the user's callbacks run
     DONE = "done"
 
     @property

@@ -36,7 +36,7 @@ from elastic_mbs.errors import (
 from elastic_mbs.memory import oom
 
 # Names of their own, because an attribute of an enumeration takes ten times as long on Python 3.11.
-_WAITING, _FORWARD, _BACKWARD, _COMMIT, _FAILED, _WHOLE, _DONE = Phase
+_WAITING, _FORWARD, _BACKWARD, _COMMIT, _FAILED, _DONE = Phase
 
 PassesOf = Callable[[CallParts], Passes]
 
@@ -92,7 +92,7 @@ class Call:
     @property
     def finished(self) -> bool:
         """True if the gradient is whole or the call has ended early."""
-        return self.phase in (_WHOLE, _DONE)
+        return self.phase is _DONE
 
     @property
     def inside(self) -> bool:
@@ -376,13 +376,18 @@ class Call:
         parts.report.inform_controller(progress, fresh=not gradients.full)
         parts.learn_end()
         result = self.passes.finish(parts.peers.meet(gradients, result))
-        self._move(_WHOLE)  # a callback may step, or evaluate
-        running.leave_call(self)
-        for attempt in attempts:
-            for callback in attempt.callbacks:
-                callback()
+        callbacks = [callback for attempt in attempts for callback in attempt.callbacks]
+        if self.phase is _DONE:
+            raise unwinding.closed_inside()
+        # First: a callback may step, or evaluate, and the gradient of other ranks is whole as well.
         self.result = result
         self._close()
+        try:
+            for callback in callbacks:
+                callback()
+        except BaseException as error:
+            unwinding.note_done(error)
+            raise
 
     def _close(self) -> None:
         if self.resources.guard is not None:
@@ -404,10 +409,10 @@ class Call:
         """
         typed = list[ElasticMBSError]()
         own = isinstance(error, ElasticMBSError) or not isinstance(error, Exception)
-        if self.phase is _DONE and not own:
-            typed.append(unwinding.closed_inside())  # the error follows from it
-        elif not own and (self.phase is not _WHOLE or self.result is not None):
-            # not the user's own, of a callback
+        if self.phase is _DONE:
+            if self.result is None and not own:
+                typed.append(unwinding.closed_inside())  # the error follows from it
+        elif not own:
             verdict = oom.classify(error, self.resources.settings.recovery.is_oom)
             if verdict is not None:
                 typed.append(

@@ -336,7 +336,7 @@ def test_a_state_is_not_loaded_into_a_batch_that_runs() -> None:
     mbs.backward(cross_entropy(model), pairs(8))
 
 
-@pytest.mark.parametrize("place", ["step", "end", "callback"])
+@pytest.mark.parametrize("place", ["step", "end"])
 def test_modes_and_rates_go_back_wherever_the_call_fails(place: str) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -362,8 +362,6 @@ def test_modes_and_rates_go_back_wherever_the_call_fails(place: str) -> None:
         for micro in mbs.micro_batches(pairs(8)):
             with micro:
                 micro.backward(step(micro.data))
-                if place == "callback":
-                    micro.on_commit(fail)
     assert model.training
     assert optimizer.param_groups[0]["lr"] == 1.0
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -428,24 +426,6 @@ def test_a_refusal_after_memory_ran_out_keeps_no_tensor_of_the_step() -> None:
         elastic(model).backward(step, pairs())
     assert isinstance(caught.value.__context__, torch.OutOfMemoryError)
     assert alive[0]() is None
-
-
-def test_buffers_that_a_callback_has_put_out_of_reach_are_told() -> None:
-    model = nn.Sequential(*mlp(), nn.BatchNorm1d(4).double())
-    mbs = elastic(model, micro_batch_size=4)
-
-    def evaluate() -> None:
-        mbs.evaluate(lambda piece: model(piece[0]), pairs())
-
-    def fail() -> None:
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine") as caught:
-        for micro in mbs.micro_batches(pairs()):
-            with micro:
-                micro.backward(cross_entropy(model)(micro.data))
-                micro.on_commit(evaluate if micro.start == 0 else fail)
-    assert any("were not restored" in note for note in caught.value.__notes__)
 
 
 def test_a_generator_that_a_callback_has_made_hides_no_error() -> None:

@@ -72,6 +72,15 @@ def note_piece(parts: CallParts, attempt: Attempt, error: BaseException) -> None
         _add_note(error, note)
 
 
+def note_done(error: BaseException) -> None:
+    """Note on an error of a callback or a sink that the batch was done before it."""
+    _add_note(
+        error,
+        "elastic_mbs: this was raised after the batch was done, so its gradient is whole (in a job "
+        "on every rank): step, or call zero_grad() before the batch runs again.",
+    )
+
+
 def tell(parts: CallParts, error: BaseException) -> None:
     """Tell the other ranks, and the user's `on_fatal`, which can save with everything restored."""
     parts.peers.failed(error)
