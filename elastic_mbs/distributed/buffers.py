@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -35,11 +36,16 @@ class _Flat:
 
 
 class Buffers:
-    """The buffers of the wrappers that broadcast them."""
+    """The buffers of the wrappers that broadcast them.
 
-    def __init__(self, wrappers: Sequence[DDP], ignored: Collection[int]) -> None:
+    Attributes:
+        form: a checksum of their shapes and types, which all ranks have to share.
+    """
+
+    def __init__(self, wrappers: Sequence[DDP]) -> None:
+        self.form = 0.0
         self._roots = [ddp.module for ddp in wrappers if torch_private.sends_buffers(ddp)]
-        self._ignored = ignored
+        self._ignored = set().union(*map(_ignored, wrappers))
         self._places: list[dict[str, Tensor | None]] = []
         self._known: list[Tensor | None] = []  # in these places
         self._flats: list[_Flat] = []
@@ -59,6 +65,7 @@ class Buffers:
         kinds = dict.fromkeys(buffer.device for buffer in sent)
         flats = [_Flat([b for b in sent if b.device == device]) for device in kinds]
         self._flats = [each for each in flats if len(each.flat)]
+        self.form = float(zlib.crc32(repr(list(map(_form, sent))).encode()))
         self._known = found
 
     def send(
@@ -84,3 +91,13 @@ class Buffers:
                     "take the buffers of rank 0",
                     partial(torch._foreach_copy_, each.buffers, each.views),
                 )
+
+
+def _ignored(ddp: DDP) -> set[int]:
+    names = torch_private.ignored(ddp)
+    found = ddp.module.named_buffers() if names else ()
+    return {id(buffer) for name, buffer in found if name in names}
+
+
+def _form(buffer: Tensor) -> tuple[object, ...]:
+    return tuple(buffer.shape), str(buffer.dtype)

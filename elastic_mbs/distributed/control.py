@@ -38,6 +38,10 @@ LOOK = 1.0  # seconds between two looks at the notes of the others, while waitin
 ANSWER = 3.0  # seconds in which the store has to answer
 _HEAD = 3
 _ZEROS = (0.0,) * VALUES
+_END = (
+    "End this process: torchrun starts the job again (--max-restarts), and it goes on from its "
+    "last checkpoint"
+)
 _TEXT = 600  # bytes of an error that the others are told
 _SPARE = 10.0  # seconds after which gloo itself gives up, later than we do
 
@@ -260,8 +264,8 @@ class Control:
             )
             raise MisuseError(
                 f"the ranks do not make the same calls: {where}. Each batch and each "
-                "optimizer_step() needs one call on every rank; one without samples calls "
-                "backward(loss_fn, None)"
+                "optimizer_step() needs one call on every rank, with the same options (reduction=, "
+                "count=); one without samples calls backward(loss_fn, None)"
             )
         return rows
 
@@ -345,9 +349,7 @@ class Control:
         if left and "has left" not in why:
             why += "".join(f"; rank {rank} has left: {text}" for rank, text in left.items())
         self.broken = (
-            f"the other ranks cannot be reached {_WORDS[place]} (batch {self.batch}): {why}. End "
-            "this process: torchrun starts the job again (--max-restarts), and it goes on from "
-            "its last checkpoint"
+            f"the other ranks cannot be reached {_WORDS[place]} (batch {self.batch}): {why}. {_END}"
         )
         self._waits -= 1  # those who wait here hear that this rank does not any more
         self.leave(f"it gave up: {why}"[:_TEXT])
@@ -355,7 +357,7 @@ class Control:
 
     def lose(self, why: str) -> None:
         """Note that no meeting is possible any more, and tell the others."""
-        self.broken = why
+        self.broken = f"the ranks cannot go on together: {why.rstrip(': ')}. {_END}"
         self.leave(why)
 
     def leave(self, why: str) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.control import Place, Retry, Row
 from elastic_mbs.distributed.ranks import Agreed, Ranks
-from elastic_mbs.distributed.units import WRAPPER, OnlyGiven, as_module, check_parameter
+from elastic_mbs.distributed.units import WRAPPER, as_module, check_parameter, only_given
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
@@ -127,7 +127,7 @@ class LockStep(Ranks):
         _check_collectives(units)
         self._units = units
         self._outer = _outermost(units)
-        self.hooks = (OnlyGiven(model, _GIVE), _Sharded(units))
+        self.hooks = (only_given(model, _GIVE), _Sharded(units))
         # The engine has one leaf without a gradient: `fully_shard` adds gradients up by itself.
         self._leaf = torch.zeros(0, requires_grad=True)
         self._parameters: list[DTensor] = []  # those that are trained
@@ -484,7 +484,6 @@ def _check_options(settings: Settings) -> None:
     gradients = settings.gradients
     refused = {
         "scaler=": settings.scaler is not None,
-        "GradientOptions(verify='error')": gradients.verify == "error",
         "GradientOptions(accumulate_dtype=)": gradients.accumulate_dtype is not None,
     }
     for name, given in refused.items():

@@ -9,9 +9,15 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs.distributed.replicas import Replicas
-from elastic_mbs.distributed.wrappers import NotWrapped, wrappers_in
+from elastic_mbs.distributed.wrappers import (
+    NotWrapped,
+    OnlyGiven,
+    refuse_wrapper,
+    wrappers_in,
+)
 from elastic_mbs.engine.shared.peers import Alone, Peers
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.memory import oom
@@ -47,18 +53,18 @@ def peers_of(model: TrainedModel, settings: Settings) -> Peers:
         return Alone()
     devices, is_oom = model.devices(), settings.recovery.is_oom
     retry = partial(oom.retry, devices=devices, is_oom=is_oom)
-    hooks: Hooks = ()
+    hooks: Hooks = (OnlyGiven(model, {DDP: refuse_wrapper}),)
     if _FSDP in sys.modules:
         from elastic_mbs.distributed.lockstep import LockStep
         from elastic_mbs.distributed.shards import Shards
-        from elastic_mbs.distributed.units import OnlyGiven, check, units_in
+        from elastic_mbs.distributed.units import check, only_given, units_in
 
         units = units_in(model.roots)
         if units:
             check(model.roots, units)
             in_step = settings.distributed.mode == "lockstep"
             return (LockStep if in_step else Shards)(units, model, settings, retry)
-        hooks = (OnlyGiven(model, _RUN_BEFORE),)
+        hooks = (only_given(model, _RUN_BEFORE),)
     wrappers = wrappers_in(model.roots)
     if not wrappers:
         return Alone(NotWrapped(model.roots), *hooks)

@@ -41,7 +41,7 @@ from elastic_mbs.errors import (
 )
 from elastic_mbs.options import Settings
 
-_BESIDE = 6  # numbers at the end of a batch, before its losses
+_BESIDE = 7  # numbers at the end of a batch, before its losses
 _RANGE = 8  # sums are made again where the total has become smaller by more
 _MOST = VALUES - _BESIDE - 1  # losses with names: the batch's own is one more
 _LAYOUT = attrgetter("layout")
@@ -278,6 +278,10 @@ class Ranks:
         """Return whether sums that were sent are not this call's gradient."""
         return False
 
+    def _form_of_buffers(self) -> float:
+        """Return a checksum of the buffers that one rank sends to all; none are sent: 0."""
+        return 0.0
+
     def _use_all(self, used: bytes) -> None:
         """Follow the other ranks, of which some have gradients of other leaves."""
         raise NotImplementedError
@@ -316,7 +320,8 @@ class Ranks:
         """Meet at the end of the batch. A rank without a batch brings no losses."""
         used = self._used()
         checksum = float(zlib.crc32(used))
-        own = [self._counts, self._signature, checksum, float(self._again()), *self._work]
+        own = [self._counts, self._signature, checksum, float(self._again())]
+        own += [self._form_of_buffers(), *self._work]
         weighed = [self._weighed * loss for loss in losses]
         rows = self._meet(Place.GRADIENT, [*own, *weighed])
         _check_total([row.values[0] for row in rows])
@@ -325,9 +330,15 @@ class Ranks:
                 "the ranks train different parameters (by shape, type or number): freeze and "
                 "thaw the same ones on every rank"
             )
+        if len({row.values[4] for row in rows}) > 1:
+            raise MisuseError(
+                "the buffers of the ranks differ by shape, type or number, and those of rank 0 are "
+                "sent to all: give them one size on every rank, or make "
+                "DistributedDataParallel(…, broadcast_buffers=False)"
+            )
         if len({row.values[2] for row in rows}) > 1:
             self._use_all(used)
-        work = [row.values[4:_BESIDE] for row in rows]
+        work = [row.values[5:_BESIDE] for row in rows]
         self.speeds = tuple(samples / seconds if seconds else 0.0 for samples, seconds in work)
         total = 1.0 if self._named else math.fsum(row.values[0] for row in rows)
         # With a smaller reference the sums are too large for half precision, and with a much
@@ -450,6 +461,11 @@ def _check(settings: Settings) -> None:
     if settings.gradients.noise_scale is not None:
         raise UnsupportedError(
             "noise_scale= compares pieces of one rank with the gradient of all ranks: leave it out"
+        )
+    if settings.gradients.verify == "error":
+        raise UnsupportedError(
+            "verify='error' would raise on one rank, when all ranks have the gradient: use "
+            "GradientOptions(verify='warn'), and mbs.verify"
         )
 
 

@@ -19,7 +19,7 @@ from elastic_mbs.distributed.buffers import Buffers
 from elastic_mbs.distributed.control import Place, Retry
 from elastic_mbs.distributed.ranks import WHAT, Agreed, Ranks
 from elastic_mbs.distributed.sums import Sums
-from elastic_mbs.distributed.wrappers import Quiet, check, check_not_joining
+from elastic_mbs.distributed.wrappers import Quiet, check, check_again
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import PeerError, UnsupportedError
@@ -54,13 +54,11 @@ class Replicas(Ranks):
         _check(wrappers)
         self.hooks = (Quiet(wrappers), *hooks)
         self._wrappers = wrappers
-        ignored = (_ignored(ddp) for ddp in wrappers)
-        self._ignored: set[int] = set().union(*ignored)
         self._generation = -1  # of the model's leaves, for which `_leaves` is
         self._leaves: list[Tensor] = []  # that are summed: the same on every rank, in one order
         self._is_plain = settings.plain  # the gradient is the loss's alone: no scaler
         self._refresh(model)  # refuses other leaves before anybody waits
-        self._buffers = Buffers(wrappers, self._ignored)
+        self._buffers = Buffers(wrappers)
         super().__init__(wrappers[0].process_group, model, settings, retry)
         self._overlap = settings.distributed.overlap
         self._buckets = Buckets([])
@@ -79,19 +77,37 @@ class Replicas(Ranks):
         if self._generation == model.generation:
             return
         leaves = model.leaves
-        inside = {id(each) for ddp in self._wrappers for each in ddp.module.parameters()}
+        inside = {id(each) for ddp in self._wrappers for each in torch_private.parameters_of(ddp)}
         outside = [leaf for leaf in leaves if id(leaf) not in inside]
         if outside:
-            raise UnsupportedError(
-                f"{model.name_of(outside[0])} is trained and in no DDP wrapper, so ranks "
-                "may begin with different values: wrap its module, too, "
-                "ElasticMBS([ddp, DistributedDataParallel(other)])"
-            )
-        self._leaves = [leaf for leaf in leaves if id(leaf) not in self._ignored]
+            raise UnsupportedError(self._why_outside(outside[0], model))
+        self._leaves = list(leaves)
         self._generation = model.generation
         # A scaler has found its factor with other weights, and half precision has small numbers.
         in_half = any(leaf.dtype is torch.float16 for leaf in leaves)
         self._divides = self._is_plain and not in_half
+
+    def _why_outside(self, leaf: Tensor, model: TrainedModel) -> str:
+        """Return the reason why a leaf is trained without DDP, and the way out."""
+        name = model.name_of(leaf)
+        for ddp in self._wrappers:
+            for place, parameter in ddp.module.named_parameters():
+                if parameter is leaf and place in torch_private.ignored(ddp):
+                    return (
+                        f"DDP was told to ignore {name}, which is trained, so each rank would have "
+                        "a gradient of its own: leave it out of "
+                        "_set_params_and_buffers_to_ignore_for_model, or freeze it"
+                    )
+                if parameter is leaf:
+                    return (
+                        f"{name} was put into the module after DDP had wrapped it, so ranks may "
+                        "begin with different values: make the DistributedDataParallel when the "
+                        "model is complete"
+                    )
+        return (
+            f"{name} is trained and in no DDP wrapper, so ranks may begin with different values: "
+            "wrap its module, too, ElasticMBS([ddp, DistributedDataParallel(other)])"
+        )
 
     def _make_room(self) -> None:
         """Have memory for all sums, so that nothing is allocated after a meeting."""
@@ -129,7 +145,7 @@ class Replicas(Ranks):
         super().begin()
         self._prepared = self._anew = False
         for ddp in self._wrappers:
-            check_not_joining(ddp)
+            check_again(ddp)
 
     def before_backward(self, gradients: Gradients, *, last: bool) -> None:
         """Put gradients aside that were there; let the last backward send what is whole."""
@@ -175,6 +191,10 @@ class Replicas(Ranks):
     def _used(self) -> bytes:
         """Return for each leaf that is summed whether it has a gradient."""
         return self._buckets.used()
+
+    def _form_of_buffers(self) -> float:
+        """Return a checksum of the buffers that rank 0 sends."""
+        return self._buffers.form
 
     def _use_all(self, used: bytes) -> None:
         """Make the gradients that another rank has: every optimizer is to make the same step."""
@@ -235,9 +255,3 @@ def _check(wrappers: Sequence[DDP]) -> None:
             "the DDP models have different process groups: give each a runtime of its own, or "
             "wrap both with the same process_group="
         )
-
-
-def _ignored(ddp: DDP) -> set[int]:
-    names = torch_private.ignored(ddp)
-    found = [*ddp.module.named_parameters(), *ddp.module.named_buffers()] if names else []
-    return {id(tensor) for name, tensor in found if name in names}

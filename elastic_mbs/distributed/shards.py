@@ -30,9 +30,9 @@ from elastic_mbs.distributed.control import Place, Retry
 from elastic_mbs.distributed.ranks import WHAT, Agreed, Ranks
 from elastic_mbs.distributed.units import (
     WRAPPER,
-    OnlyGiven,
     QuietUnits,
     check_parameter,
+    only_given,
     owners,
 )
 from elastic_mbs.distributed.wholes import Whole, Wholes
@@ -115,7 +115,7 @@ class Shards(Ranks):
         self._modules: list[nn.Module] = []  # of the model, for which `_wholes` are
         self._wholes = Wholes([])
         self._place = _InPlace()
-        self.hooks = (OnlyGiven(model, _GIVE), self._place, QuietUnits(units))
+        self.hooks = (only_given(model, _GIVE), self._place, QuietUnits(units))
         self._follow(model)  # refuses other parameters before anybody waits
         mesh = self._wholes.every[0].shard.device_mesh
         group = mesh.get_group() if mesh.ndim == 1 else torch.distributed.group.WORLD
@@ -341,11 +341,6 @@ def _same(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> 
 
 
 def _check_options(settings: Settings) -> None:
-    if settings.gradients.verify == "error":
-        raise UnsupportedError(
-            "verify='error' would raise on one rank, when all ranks have the gradient in their "
-            "shards: use GradientOptions(verify='warn'), and mbs.verify on all ranks"
-        )
     if settings.scaler is not None:
         raise UnsupportedError(
             "scaler= with fully_shard makes collectives inside optimizer_step, where a rank may "

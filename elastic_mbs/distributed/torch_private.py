@@ -29,6 +29,11 @@ def comm_hook(ddp: DDP) -> str:
     return str(logged.get("comm_hook", ""))
 
 
+def has_comm_hooks(ddp: DDP) -> bool:
+    """Return whether `register_comm_hook` was called. Cheap, and blind to torch's built-in ones."""
+    return bool(ddp._comm_hooks)
+
+
 def has_buffer_hook(ddp: DDP) -> bool:
     """Return whether a hook takes the place of DDP's broadcast of buffers."""
     return hasattr(ddp, "buffer_hook")
@@ -49,6 +54,28 @@ def delays_parameters(ddp: DDP) -> bool:
     return bool(ddp._delay_all_reduce_params)
 
 
+def communicates(ddp: DDP) -> bool:
+    """Return whether a forward of the wrapper sends buffers, or its backward sums gradients."""
+    sums = torch.is_grad_enabled() and ddp.require_backward_grad_sync
+    return sums or bool(ddp.will_sync_module_buffers())
+
+
+def sums_in_python(ddp: DDP) -> bool:
+    """Return whether hooks in Python sum each gradient (`optimize_ddp = "python_reducer"`)."""
+    return bool(ddp._use_python_reducer)
+
+
+def parameters_of(ddp: DDP) -> list[nn.Parameter]:
+    """Return the parameters that were the same on all ranks when the wrapper was made."""
+    found: list[nn.Parameter] = ddp._module_parameters
+    return found
+
+
+def has_own_forward(ddp: DDP) -> bool:
+    """Return whether a call of the wrapper runs another forward than DDP's."""
+    return "forward" in vars(ddp) or type(ddp).forward is not DDP.forward
+
+
 def ignored(ddp: DDP) -> set[str]:
     """Return the names of parameters and buffers that DDP leaves to each rank."""
     return set(ddp.parameters_to_ignore)
@@ -66,7 +93,12 @@ def wrapper_in_forward() -> DDP | None:
 
 
 def silence(ddp: DDP) -> None:
-    """Make a call of the wrapper a call of the module inside: an attribute precedes a method."""
+    """Make a call of the wrapper a call of the module inside: an attribute precedes a method.
+
+    A forward before, of which no backward came, has told DDP's own hooks to sum in the next one.
+    """
+    if torch.is_grad_enabled():
+        ddp.reducer._reset_state()
     vars(ddp)["forward"] = ddp.module
 
 

@@ -11,11 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.hooks import RemovableHandle
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from elastic_mbs.batch.containers import map_tensors
 from elastic_mbs.distributed import torch_private
-from elastic_mbs.distributed.wrappers import refused_modules, wrappers_in
+from elastic_mbs.distributed.wrappers import (
+    OnlyGiven,
+    Refusal,
+    refuse_wrapper,
+    refused_modules,
+    wrappers_in,
+)
 from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
 
@@ -117,33 +123,18 @@ def check_parameter(name: str, parameter: Tensor) -> DTensor | None:
     return parameter
 
 
-class OnlyGiven:
-    """A block in which no unit may run that the runtime was not given: it gathers in each piece.
+def only_given(model: TrainedModel, way_out: str) -> OnlyGiven:
+    """Return a block in which no unit and no DDP wrapper may run that the runtime was not given.
 
-    Those are the units that a loss function can reach, whether it has used them before or not.
-    `__exit__` can be repeated.
+    Args:
+        model: the modules that it was given.
+        way_out: what to do about a unit, in words.
     """
-
-    def __init__(self, model: TrainedModel, way_out: str) -> None:
-        self._model = model
-        self._way_out = way_out
-        self._handles: list[RemovableHandle] = []
-        self._looked = 0, 0  # modules that were met and that were given, when they were looked at
-        self._others: list[nn.Module] = []
-
-    def __enter__(self) -> None:
-        model, hook = self._model, partial(_refuse_unit, self._way_out)
-        looked = len(model.met), len(model.modules)
-        if looked != self._looked:
-            others = set(model.met).difference(model.modules)
-            self._others = [each for each in others if isinstance(each, FSDPModule)]
-            self._looked = looked
-        for module in self._others:
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-
-    def __exit__(self, *error: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+    refusals: dict[type, Refusal] = {
+        FSDPModule: partial(_refuse_unit, way_out),
+        DDP: refuse_wrapper,
+    }
+    return OnlyGiven(model, refusals)
 
 
 def _refuse_unit(way_out: str, module: nn.Module, args: object) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.distributed import torch_private
+from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.errors import UnsupportedError, UsageError
 
 
@@ -16,6 +17,16 @@ def wrappers_in(roots: Iterable[nn.Module]) -> list[DDP]:
     """Return every DDP wrapper: one may be inside a compiled module, or beside others."""
     modules = (module for root in roots for module in root.modules())
     return list(dict.fromkeys(module for module in modules if isinstance(module, DDP)))
+
+
+_OWN_FORWARD = (
+    "the DDP model has a forward of its own (an attribute, or a subclass's), which would never "
+    "run: a call of the wrapper is a call of the module inside here. Put it into that module"
+)
+_HOOK_SINCE = (
+    "the DDP model got a communication hook after the ElasticMBS was made. It would never run: "
+    "gradients are summed here, after the whole batch. Leave register_comm_hook out"
+)
 
 
 def check(ddp: DDP) -> None:
@@ -45,6 +56,13 @@ def _reasons(ddp: DDP) -> Iterator[str]:
         )
     if torch_private.delays_parameters(ddp):
         yield ("DDP(delay_all_reduce_named_params=…) sums these in hooks of its own: leave it out")
+    if torch_private.sums_in_python(ddp):
+        yield (
+            'DDP was made with torch._dynamo.config.optimize_ddp = "python_reducer", whose hooks '
+            "sum in the backward of every piece: leave that setting out"
+        )
+    if torch_private.has_own_forward(ddp):
+        yield _OWN_FORWARD
     name = torch_private.sharded(ddp.module)
     if name is not None:
         yield f"the parameter {name!r} is a DTensor: tensor parallelism is not supported"
@@ -67,8 +85,16 @@ def refused_modules(root: nn.Module) -> Iterator[str]:
             )
 
 
-def check_not_joining(ddp: DDP) -> None:
-    """Refuse a call inside `with ddp.join():`."""
+def check_again(ddp: DDP) -> None:
+    """Refuse by name what can come after the runtime was made.
+
+    Raises:
+        UnsupportedError: a call inside `with ddp.join():`, a new hook or a new forward.
+    """
+    if torch_private.has_comm_hooks(ddp):
+        raise UnsupportedError(_HOOK_SINCE)
+    if torch_private.has_own_forward(ddp):
+        raise UnsupportedError(_OWN_FORWARD)
     if torch_private.is_joining(ddp):
         raise UnsupportedError(
             "`with ddp.join():` waits for collectives that DDP does not make here, and stays in "
@@ -95,9 +121,64 @@ class Quiet:
             torch_private.unsilence(ddp)
 
 
+Refusal = Callable[[nn.Module, object], None]  # a hook before a forward
+
+
+class OnlyGiven:
+    """A block in which no module of some classes may run that the runtime was not given.
+
+    Their collectives come in every piece, where a rank may be alone. They are the ones that a loss
+    function can reach, whether it has used them before or not. `__exit__` can be repeated.
+    """
+
+    def __init__(self, model: TrainedModel, refusals: Mapping[type, Refusal]) -> None:
+        """Look for modules.
+
+        Args:
+            model: the modules that the runtime was given, and those that were met.
+            refusals: by class, a hook before the forward that refuses it.
+        """
+        self._model = model
+        self._refusals = refusals
+        self._handles: list[RemovableHandle] = []
+        self._looked = 0, 0  # modules that were met and that were given, when they were looked at
+        self._others: list[tuple[nn.Module, Refusal]] = []
+
+    def __enter__(self) -> None:
+        model = self._model
+        looked = len(model.met), len(model.modules)
+        if looked != self._looked:
+            others = set(model.met).difference(model.modules)
+            self._others = [
+                (module, refuse)
+                for module in others
+                for kind, refuse in self._refusals.items()
+                if isinstance(module, kind)
+            ]
+            self._looked = looked
+        for module, refuse in self._others:
+            self._handles.append(module.register_forward_pre_hook(refuse, prepend=True))
+
+    def __exit__(self, *error: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def refuse_wrapper(module: nn.Module, args: object) -> None:
+    """Refuse a wrapper that would send buffers now, or sum gradients in the backward."""
+    assert isinstance(module, DDP)
+    if torch_private.communicates(module):
+        raise UnsupportedError(
+            "the step runs a DistributedDataParallel that the runtime was not given. It sends "
+            "buffers or sums gradients in every piece, where a rank may be alone: give the "
+            "wrapper, ElasticMBS(ddp) or ElasticMBS([model, ddp]), or call its .module in the step"
+        )
+
+
 class NotWrapped:
     """A block in which a module that was given without its wrapper may not be called through it.
 
+    `OnlyGiven` sees wrappers that a loss function can reach; this one sees the others.
     `__exit__` can be repeated.
     """
 

@@ -223,6 +223,63 @@ def test_ranks_that_train_other_parameters_are_told() -> None:
 # ---------------------------------------------------------------------- the optimizer's step
 
 
+class Growing(nn.Module):
+    """A model that makes a longer buffer for the longest sample that it has seen."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2).double()
+        self.register_buffer("table", torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.table):
+            self.register_buffer("table", torch.ones(len(x), dtype=torch.float64))
+        out: Tensor = self.inner(x) * self.table[: len(x), None]
+        return out
+
+
+def grow(rank: int, world: int, sends: bool) -> str:
+    ddp = DDP(Growing(), broadcast_buffers=sends)
+    mbs = ElasticMBS(ddp, distributed=TIMEOUT)
+    found = caught(lambda: mbs.backward(lambda x: square(ddp(x)), data(rank, 0)))
+    assert all((each.grad is None) == sends for each in ddp.parameters())
+    return found
+
+
+def test_buffers_of_different_sizes_are_told_and_may_stay_where_none_is_sent() -> None:
+    for found in values(run_ranks(grow, True)):
+        assert found.startswith("MisuseError: the buffers of the ranks differ by shape")
+        assert "broadcast_buffers=False" in found
+    assert values(run_ranks(grow, False)) == ["no error", "no error"]
+
+
+def callback_that_fails(rank: int, world: int) -> tuple[str, float]:
+    job = Job(rank, world)
+
+    def log() -> None:
+        if rank == 0:
+            raise_value_error()
+
+    def call() -> None:
+        for micro in job.mbs.micro_batches(data(rank, 0)):
+            with micro:
+                micro.backward(square(job.ddp(micro.data)))
+                micro.on_commit(log)
+
+    found = caught(call)
+    square(job.reference(joined([data(each, 0) for each in range(world)]))).backward()
+    return found, max(worst(job.model, job.reference), job.error_after_another_call())
+
+
+def test_an_error_of_a_callback_leaves_the_gradient_whole_on_all_ranks() -> None:
+    first, second = values(run_ranks(callback_that_fails))
+    assert first[0] == "ValueError: the data are broken"
+    assert second[0] == "no error"
+    assert max(first[1], second[1]) <= 1e-12
+
+
 def step_that_fails(rank: int, world: int, fused: bool) -> tuple[str, bool, bool]:
     job = Job(rank, world)
     optimizer = torch.optim.AdamW(job.model.parameters(), lr=0.1, fused=fused)

@@ -47,6 +47,10 @@ def plain(rank: int, world: int) -> None:
     assert not torch_private.is_mixed(ddp)
     assert not torch_private.delays_parameters(ddp)
     assert torch_private.ignored(ddp) == set()
+    assert not torch_private.has_comm_hooks(ddp)
+    assert not torch_private.has_own_forward(ddp)
+    assert not torch_private.sums_in_python(ddp)
+    assert list(map(id, torch_private.parameters_of(ddp))) == list(map(id, ddp.parameters()))
     assert torch_private.sends_buffers(ddp)
     assert torch_private.sharded(ddp.module) is None
     with ddp.join():
@@ -59,6 +63,20 @@ def plain(rank: int, world: int) -> None:
 
 def test_a_plain_wrapper_shows_nothing_that_is_refused() -> None:
     values(run_ranks(plain, world=1))
+
+
+def communicating(rank: int, world: int) -> list[bool]:
+    ddp, other = DDP(net()), DDP(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
+    found = [torch_private.communicates(ddp)]
+    with ddp.no_sync():
+        found.append(torch_private.communicates(ddp))
+    with torch.no_grad():
+        found += [torch_private.communicates(ddp), torch_private.communicates(other)]
+    return found
+
+
+def test_a_wrapper_communicates_for_gradients_and_for_buffers() -> None:
+    assert values(run_ranks(communicating, world=1)) == [[True, False, False, True]]
 
 
 def in_forward(rank: int, world: int) -> list[bool]:

@@ -76,7 +76,8 @@ class Agreement:
         size = sizes.pop()
         if not size:
             raise BatchError(
-                f"the batch is empty: {line_on(self.leaves[0])}\n  skip it before the call"
+                f"the batch is empty: {line_on(self.leaves[0])}\n  skip it before the call; in a "
+                "job of several ranks call backward(loss_fn, None), because the others have samples"
             )
         return size
 
