@@ -382,12 +382,7 @@ class Call:
         # First: a callback may step, or evaluate, and the gradient of other ranks is whole as well.
         self.result = result
         self._close()
-        try:
-            for callback in callbacks:
-                callback()
-        except BaseException as error:
-            unwinding.note_done(error)
-            raise
+        unwinding.run_callbacks(callbacks)
 
     def _close(self) -> None:
         if self.resources.guard is not None:

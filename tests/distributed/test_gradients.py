@@ -18,7 +18,6 @@ from elastic_mbs import (
     MemoryBudget,
     MemoryOptions,
     MicroBatch,
-    Policy,
     StepResult,
     elastic_step,
 )
@@ -127,38 +126,6 @@ def test_the_module_inside_may_be_called_as_well() -> None:
 def test_a_compiled_model_may_have_its_wrapper_outside_or_inside(called: str) -> None:
     for errors in values(run_ranks(train, "backward", {}, called)):
         assert max(errors) < 1e-12
-
-
-def forward_first(rank: int, world: int, only_first: bool, flags: dict[str, Any]) -> list[float]:
-    """Call the wrapper with gradients, and drop what it returns, before each call."""
-    model, reference = net(), net()
-    ddp, found = DDP(model, **flags), []
-    with ElasticMBS(ddp, distributed=TIMEOUT, policy=Policy(max_micro_batch_size=4)) as mbs:
-        for step in range(STEPS):
-            batches = [data(each, step) for each in range(world)]
-            if rank == 0 or not only_first:
-                ddp(batches[rank])
-            fail_on(rank, step, world)
-            alone = None if only_first and rank and step == 2 else batches[rank]
-            mbs.backward(lambda x: square(ddp(failing(x))), alone)
-            there = batches[:1] if only_first and step == 2 else batches
-            square(reference(joined(there))).backward()
-            found.append(worst(model, reference))
-            model.zero_grad()
-            reference.zero_grad()
-    square(ddp(batches[rank])).backward()  # DDP itself still sums
-    for each in batches:
-        (square(reference(each)) / world).backward()
-    return [*found, worst(model, reference)]
-
-
-@pytest.mark.parametrize("only_first", [False, True])
-@pytest.mark.parametrize("flags", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
-def test_a_forward_whose_loss_was_dropped_changes_no_gradient(
-    only_first: bool, flags: dict[str, Any]
-) -> None:
-    for errors in values(run_ranks(forward_first, only_first, flags)):
-        assert max(errors) <= 1e-12, errors
 
 
 def test_a_job_of_one_rank_is_like_no_wrapper() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from elastic_mbs.engine.attempt import Attempt
@@ -70,6 +71,16 @@ def note_piece(parts: CallParts, attempt: Attempt, error: BaseException) -> None
         if size == 1:  # a shape without its first dimension (`squeeze`), statistics of one sample
             note += ". If the step needs more at once: Policy(min_micro_batch_size=2)"
         _add_note(error, note)
+
+
+def run_callbacks(callbacks: Iterable[Callable[[], object]]) -> None:
+    """Run the user's functions once a batch is done: their errors undo nothing."""
+    try:
+        for callback in callbacks:
+            callback()
+    except BaseException as error:
+        note_done(error)
+        raise
 
 
 def note_done(error: BaseException) -> None:
