@@ -10,8 +10,9 @@ But the network needs only the gradient of that loss at the embeddings:
 
 The second pass begins with the buffers and random streams of the first and runs the same pieces in
 the same order. So it draws the same masks, sees the same statistics, and leaves buffers as one pass
-would. Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
-(2021), arXiv 2101.06983.
+would. Attributes that the loss changes (a counter, a centre) get what it has left when the second
+pass has ended. Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory
+Limited Setup" (2021), arXiv 2101.06983.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from elastic_mbs.engine.two_pass.cache import (
     leaves_of_whole,
     read_loss,
 )
+from elastic_mbs.engine.two_pass.left import LeftByLoss
 from elastic_mbs.errors import BatchError, LossError, MisuseError, ReplayUnsafeError
 from elastic_mbs.rollback.random_streams import StreamState
 from elastic_mbs.rollback.sample_draws import SampleDraws
@@ -75,6 +77,7 @@ class TwoPasses:
         self._failures = 0  # of the call, when the first pass began
         self._embedded: StreamState | None = None  # random streams after the first pass
         self._ended: StreamState | None = None  # random streams after the loss
+        self._left: LeftByLoss | None = None  # attributes that the loss has changed
 
     # ------------------------------------------------------------------ the passes
 
@@ -129,7 +132,7 @@ class TwoPasses:
         return self._start_first()
 
     def _start_first(self) -> Pass:
-        self._cache = self._loss = None
+        self._cache = self._loss = self._left = None
         self._whole = False
         self._failures = self._parts.progress.failures
         return _FIRST
@@ -187,8 +190,10 @@ class TwoPasses:
         progress.drop_committed()
         streams = resources.streams.read(hosts=True)
         buffers, modes = self._buffers(), resources.model.training()
+        left = LeftByLoss(resources.model.every)
 
         def attempt() -> EmbeddingCache:
+            left.undo()
             parts.gradients.clear_backward()  # of an attempt before this one
             resources.model.restore(modes)
             resources.streams.restore(streams)
@@ -201,6 +206,8 @@ class TwoPasses:
         )
         parts.gradients.check(first=False)
         self._check_state(buffers, modes_changed=resources.model.training() != modes)
+        resources.retry("copy what loss_fn has changed", left.end)
+        self._left = left
         self._embedded = streams
         self._ended = resources.streams.read(hosts=True)
         parts.gradients.put_aside(leaf for leaf, _ in cache.own)
@@ -248,7 +255,7 @@ class TwoPasses:
     # ------------------------------------------------------------------ the end of the call
 
     def finish(self, result: StepResult) -> StepResult:
-        """Leave the streams where the loss has left them, and add gradients to those put aside.
+        """Leave streams and state as the loss has left them, and add gradients to those put aside.
 
         Raises:
             ReplayUnsafeError: the second pass has drawn other random numbers than the first.
@@ -257,10 +264,11 @@ class TwoPasses:
         if self._loss is not None:
             parts.gradients.take_back()
             return of_batch(result, *self._loss)
-        embedded, ended, cache = self._embedded, self._ended, self._cache
+        embedded, ended, cache, left = self._embedded, self._ended, self._cache, self._left
         assert embedded is not None
         assert ended is not None
         assert cache is not None
+        assert left is not None
         expected = embedded if streams.draws_on_host else embedded._replace(hosts=None)
         retry = parts.resources.retry
         if not retry("compare the embeddings of both passes", cache.embeds_the_same):
@@ -280,12 +288,13 @@ class TwoPasses:
             "put the random streams to where the loss has left them",
             lambda: streams.restore(ended),
         )
+        retry("put the state in place that the loss has left", left.put)
         parts.gradients.take_back()
         return of_batch(result, cache.loss, cache.outputs)
 
     def close(self) -> None:
-        """Drop the embeddings and their gradients."""
-        self._cache = self._loss = None
+        """Drop the embeddings, their gradients, and what the loss has left."""
+        self._cache = self._loss = self._left = None
 
 
 class Unweighted(Counts):
