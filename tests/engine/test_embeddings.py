@@ -393,3 +393,41 @@ def test_a_loss_that_runs_again_begins_with_the_state_that_it_had(edits: bool) -
         return
     mbs.backward_embeddings(case.embed, over, x)
     assert [loss_fn.step, loss_fn.log] == [1, [1]]
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_outputs_that_need_no_gradient_are_handed_on_without_one(size: int) -> None:
+    case, x = Contrast(), samples(8)
+    weights = torch.rand(8, dtype=torch.float64)
+
+    def embed(piece: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return piece[1], case.embed(piece[0])
+
+    def over(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        each, z = found
+        scale = torch.from_numpy(each.numpy() * 2)
+        return case.over(z * scale[:, None]), each.sum()
+
+    wanted = over(embed((x, weights)))[0]
+    wanted.backward()
+    gradient = grads(case.leaves)
+    case.zero()
+    mbs = elastic(case.model, micro_batch_size=size)
+    result = mbs.backward_embeddings(embed, over, (x, weights))
+    assert float(result) == pytest.approx(wanted.item(), rel=EXACT)
+    assert off_by(case.leaves, gradient) <= EXACT
+    assert torch.allclose(result.outputs, weights.sum(), rtol=EXACT)
+
+
+def test_an_output_with_a_graph_in_later_pieces_alone_is_refused() -> None:
+    case, x = Contrast(), samples(8)
+
+    def embed(piece: Tensor) -> tuple[Tensor, Tensor]:
+        z = case.embed(piece)
+        return z, z.detach() if torch.equal(piece[0], x[0]) else z * 2
+
+    with pytest.raises(LossError, match="without one for the first piece"):
+        elastic(case.model, micro_batch_size=4).backward_embeddings(
+            embed, lambda found: case.over(found[0] + found[1]), x
+        )
+    assert all(leaf.grad is None for leaf in case.leaves)

@@ -3,7 +3,8 @@
 A loss over the embeddings of a whole batch (contrastive, in-batch negatives) is no sum over pieces.
 But the network needs only the gradient of that loss at the embeddings:
 
-    first pass   every piece is embedded without a graph, and its embeddings are kept
+    first pass   every piece is embedded without a graph, and its embeddings are kept; only the
+                 first has a graph for a moment, which shows the outputs that need a gradient
     the loss     of all embeddings, with its gradient at them and at leaves of its own
     second pass  every piece is embedded again, with a graph, and runs backward from its rows of
                  that gradient
@@ -39,6 +40,7 @@ from elastic_mbs.engine.outcome.result import (
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.passes import Pass
 from elastic_mbs.engine.two_pass.cache import (
+    FROZEN,
     EmbeddingCache,
     OverEmbeddings,
     has_gradient,
@@ -72,6 +74,7 @@ class TwoPasses:
         self._parts = parts
         self._loss_fn = loss_fn
         self._cache: EmbeddingCache | None = None  # None during the first pass
+        self._trained: list[bool] | None = None  # outputs of embed_fn that need a gradient
         self._whole = self._fits()  # the batch is embedded once
         self._loss: tuple[Tensor, StoredOutput | None] | None = None  # of a batch embedded once
         self._failures = 0  # of the call, when the first pass began
@@ -97,10 +100,11 @@ class TwoPasses:
         gradients.put_aside(gradients.leaves())
 
     def embed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fn`, run without a graph in the first of two passes."""
+        """Return `fn`, run without a graph in the first of two passes, but for its first piece."""
 
         def run(piece: Any, *args: Any, **kwargs: Any) -> Any:
-            with torch.set_grad_enabled(self._whole or self._cache is not None):
+            graph = self._whole or self._trained is None or self._cache is not None
+            with torch.set_grad_enabled(graph):
                 return fn(piece, *args, **kwargs)
 
         return run
@@ -111,8 +115,18 @@ class TwoPasses:
         if self._whole:
             return self._loss_of_whole(value)
         if self._cache is None:
+            if self._trained is None:
+                self._trained = self._with_graph(value)
             return map_tensors(value, _alone)
         return self._cache.surrogate(value, attempt.piece)
+
+    def _with_graph(self, value: Any) -> list[bool]:
+        """Return which tensors of the first piece have a graph, and let go of it."""
+        trained = [tensor.requires_grad for tensor in tensors_in(value)]
+        if not any(trained):
+            raise LossError(FROZEN)
+        self._parts.hooks.drop_graph(())  # no backward frees it
+        return trained
 
     def _loss_of_whole(self, embeddings: Any) -> Tensor:
         parts = self._parts
@@ -215,13 +229,17 @@ class TwoPasses:
 
     def _run_loss(self, embeddings: Any) -> EmbeddingCache:
         settings, view = self._parts.resources.settings, self._parts.batch.view
+        trained = self._trained
+        assert trained is not None
         by_length = view.sorted
         order = None if by_length is None else by_length.order
         by_sample = settings.gradients.draws == "sample"
         draws = SampleDraws(0, view.length) if by_sample else nullcontext()
         guard = self._parts.resources.guard or nullcontext()
         with torch.enable_grad(), draws, guard:
-            return EmbeddingCache(embeddings, self._loss_fn, order, settings.scaler, self._place())
+            return EmbeddingCache(
+                embeddings, trained, self._loss_fn, order, settings.scaler, self._place()
+            )
 
     def _place(self) -> Place:
         """Return the place of the outputs that come with the loss."""
@@ -310,6 +328,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
     The first token's state of a transformer is a view of all states.
     """
+    tensor = tensor.detach()
     dense = tensor.layout is torch.strided
     if dense and tensor.untyped_storage().nbytes() > tensor.nbytes:
         return tensor.clone()
