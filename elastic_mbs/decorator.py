@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,9 +87,42 @@ def _without_model(what: object) -> UsageError:
 
 
 def _on_function(fn: Callable[..., Any], mbs: ElasticMBS) -> ElasticStep:
-    return _decorated(
-        fn, lambda batch, *args, **kwargs: mbs.backward(fn, batch, *args, **kwargs), mbs
-    )
+    positional = _from_its_name(fn, place=0)
+
+    def step(*args: Any, **kwargs: Any) -> StepResult:
+        args = positional(args, kwargs)
+        return mbs.backward(fn, *args, **kwargs)
+
+    return _decorated(fn, step, mbs)
+
+
+def _from_its_name(
+    fn: Callable[..., Any], place: int
+) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
+    """Return a function that puts the batch first, also where it is given by its name.
+
+    Args:
+        fn: the step function.
+        place: the number of parameters before the batch.
+    """
+    try:
+        names = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # of a builtin
+        names = []
+    named = len(names) > place and names[place].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    name = names[place].name if named else "batch"
+
+    def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if args:
+            return args
+        if name in kwargs:
+            return (kwargs.pop(name),)
+        raise UsageError(
+            f"{getattr(fn, '__qualname__', fn)}() was called without its batch: give {name} by "
+            "position, or by its name"
+        )
+
+    return given
 
 
 def _decorated(fn: Callable[..., Any], step: Callable[..., StepResult], mbs: Any) -> ElasticStep:
@@ -153,7 +187,10 @@ def _on_method(
             own.close()
         return new
 
-    def step(self: Any, batch: Any, *args: Any, **kwargs: Any) -> StepResult:
-        return runtime_of(self).backward(types.MethodType(fn, self), batch, *args, **kwargs)
+    positional = _from_its_name(fn, place=1)
+
+    def step(self: Any, /, *args: Any, **kwargs: Any) -> StepResult:
+        args = positional(args, kwargs)
+        return runtime_of(self).backward(types.MethodType(fn, self), *args, **kwargs)
 
     return _decorated(fn, step, runtime_of)

@@ -126,7 +126,6 @@ class Comparison:
     def _terms(self, start: int, stop: int, *, anew: bool) -> Terms:
         resources, streams = self.resources, self.snapshot.start
         if anew:
-            self.snapshot.restore()
             self.kept.rewind()
         elif streams is not None:
             resources.streams.restore(streams)

@@ -1,4 +1,4 @@
-"""Everything that a rehearsal edits and a snapshot of the model does not know, put back after it.
+"""Everything that a rehearsal edits, put back after it, also what a snapshot does not know.
 
 Modules that nobody gave (a discriminator, a teacher), parameters and plain tensors that a loss
 function writes to (a momentum encoder, a queue), and generators that are not named.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from elastic_mbs.dispatch import import_compiler
+from elastic_mbs.engine.snapshot import Snapshot
+from elastic_mbs.errors import ReplayUnsafeError
+from elastic_mbs.rollback.attributes import tensors_of
+from elastic_mbs.rollback.places import copyable, versions
 
 
 class Kept(TorchDispatchMode):
@@ -27,14 +32,17 @@ class Kept(TorchDispatchMode):
 
     Args:
         known: the modules of the model, whose buffers have a snapshot.
+        snapshot: the snapshot. It has no values of parameters: those that are edited are kept here.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, known: Sequence[nn.Module]) -> None:
+    def __init__(self, known: Sequence[nn.Module], snapshot: Snapshot) -> None:
         import_compiler()
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self._known = set(known)
+        self._known, self._snapshot = set(known), snapshot
+        self._bare = list(_without_copy(known))
+        self._versions = versions([tensor for _, tensor in self._bare])
         self._thread = threading.get_ident()
         self._own: set[int] = set()  # storages that the rehearsal has made
         # by storage: all of it, with its values, and the shape of what was edited
@@ -73,7 +81,8 @@ class Kept(TorchDispatchMode):
             return
         if threading.get_ident() != self._thread:  # it is no part of this rehearsal
             return
-        for each in module.modules():
+        below: list[nn.Module] = list(module.modules())
+        for each in below:
             if each not in self._known:
                 self._known.add(each)
                 self._modules.append((each, each.training, dict(each._buffers)))
@@ -107,7 +116,14 @@ class Kept(TorchDispatchMode):
     # ------------------------------------------------------------------ putting back
 
     def rewind(self) -> None:
-        """Put buffers and values back, for the next run."""
+        """Put the snapshot, buffers and values back, for the next run.
+
+        Raises:
+            ReplayUnsafeError: a parameter was edited that cannot be kept.
+        """
+        # The snapshot knows only by versions that a parameter was edited, and not that it is kept.
+        with suppress(ReplayUnsafeError):
+            self._snapshot.restore()
         for module, _, buffers in self._modules:
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -115,16 +131,43 @@ class Kept(TorchDispatchMode):
             tensor.copy_(value)
         for generator, state in self._generators.values():
             generator.set_state(state)
+        lost = self._lost()
+        if lost is not None:
+            raise ReplayUnsafeError(
+                f"loss_fn has changed {lost}, whose values a rehearsal cannot keep and put back: "
+                "set it before going on, and change it outside of loss_fn"
+            )
+
+    def _lost(self) -> str | None:
+        """Return the label of a tensor that was edited, and neither the snapshot nor this has."""
+        now = versions([tensor for _, tensor in self._bare])
+        for (label, tensor), new, old in zip(self._bare, now, self._versions, strict=True):
+            if new != old and not any(_storage(t) in self._tensors for t in _tensors_of(tensor)):
+                return label
+        return None
 
     def restore(self) -> None:
         """Put everything back. Can be repeated."""
-        self.rewind()
         self.put_modes_back()
+        self.rewind()
 
     def put_modes_back(self) -> None:
         """Put the modules back in the modes that they were met in."""
         for module, training, _ in self._modules:
             module.training = training
+
+
+def _without_copy(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of which a snapshot keeps no values, each with its label."""
+    for module in modules:
+        kind = type(module).__name__
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"the parameter {kind}.{name}", parameter
+        attributes = {name: vars(module)[name] for name in tensors_of(module)}
+        for name, tensor in (*module._buffers.items(), *attributes.items()):
+            if tensor is not None and not copyable(tensor):
+                yield f"the tensor {kind}.{name}", tensor
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:

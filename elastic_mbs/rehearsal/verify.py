@@ -130,15 +130,14 @@ def _compare(
     snapshot = Snapshot(resources, VerifyReport)
     # Set aside, whatever loss_fn does: nothing here adds to them. It may have frozen some, too.
     gradients = [(each, each.grad, each.requires_grad) for each in _parameters(resources)]
-    kept = Kept(resources.model.every)  # the snapshot has the state of all of these
+    kept = Kept(resources.model.every, snapshot)
 
     def put_back() -> None:
-        resources.retry("put buffers and random streams back", snapshot.restore)
-        resources.retry("put the tensors back that loss_fn edited", kept.restore)
         for leaf, gradient, trainable in gradients:
             leaf.grad = gradient
             if leaf.requires_grad is not trainable:
                 leaf.requires_grad_(trainable)
+        resources.retry("put back what loss_fn has changed", kept.restore)
 
     def run() -> VerifyReport:
         return _report(Comparison(resources, few, counts, loss_fn, snapshot, kept))

@@ -458,3 +458,30 @@ def test_an_instance_with_nowhere_to_keep_its_runtime_is_refused() -> None:
 
     with pytest.raises(UsageError, match="Slots has no __dict__ to keep its runtime in"):
         Slots().train_step(pairs())
+
+
+class Trains:
+    """A trainer with a decorated step, in float64."""
+
+    def __init__(self) -> None:
+        self.model = mlp().double()
+
+    @elastic_step(lambda self: self.model, micro_batch_size=4, **quiet())
+    def step(self, b: Pair, scale: float = 1.0) -> Tensor:
+        return cross_entropy(self.model)(b) * scale
+
+
+def test_a_decorated_step_takes_its_batch_by_its_own_name() -> None:
+    trainer, batch = Trains(), pairs(8)
+    wanted = whole_gradient(trainer.model, lambda model: cross_entropy(model)(batch) * 2)
+
+    @elastic_step(trainer.model, micro_batch_size=4, **quiet())
+    def function(b: Pair, scale: float = 1.0) -> Tensor:
+        return cross_entropy(trainer.model)(b) * scale
+
+    for step in (trainer.step, function):
+        trainer.model.zero_grad()
+        step(scale=2.0, b=batch)
+        assert off_by(trainer.model, wanted) <= 1e-12
+        with pytest.raises(UsageError, match="give b by position, or by its name"):
+            step(scale=2.0)

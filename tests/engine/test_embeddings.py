@@ -312,3 +312,122 @@ def test_a_loss_that_does_not_depend_on_the_embeddings_is_refused(size: int) -> 
         elastic(case.model, micro_batch_size=size).backward_embeddings(
             case.embed, case.over, samples(8)
         )
+
+
+class Criterion(nn.Module):
+    """A loss with state of every kind: a schedule, a centre, a list, a table edited in place."""
+
+    def __init__(self, case: Contrast, *, edits: bool = True) -> None:
+        super().__init__()
+        self.case, self.edits = case, edits
+        self.step, self.log = 0, list[int]()
+        self.centre = torch.zeros(4, dtype=torch.float64)
+        self.table = torch.zeros(4, dtype=torch.float64)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Return the loss, and move the state."""
+        self.step += 1
+        self.log.append(self.step)
+        loss = self.case.over((z - self.centre - self.table) * (1 + self.step))
+        self.centre = self.centre * 0.9 + z.detach().mean(0) * 0.1
+        if self.edits:
+            self.table.add_(z.detach().mean(0))
+        return loss
+
+    def is_as(self, other: Criterion) -> bool:
+        """Return whether the state is that of another one."""
+        return (
+            [self.step, self.log] == [other.step, other.log]
+            and torch.allclose(self.centre, other.centre, rtol=EXACT)
+            and torch.allclose(self.table, other.table, rtol=EXACT)
+        )
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_state_that_the_loss_moves_is_as_by_hand_whether_the_batch_is_split(
+    size: int, given: bool
+) -> None:
+    case, hand, x = Contrast(), Contrast(), samples(8)
+    loss_fn, by_hand = Criterion(case), Criterion(hand)
+    mbs = elastic([case.model, loss_fn] if given else case.model, micro_batch_size=size)
+    for _ in range(3):
+        case.zero()
+        hand.zero()
+        result = mbs.backward_embeddings(case.embed, loss_fn, x)
+        wanted = by_hand(hand.embed(x))
+        wanted.backward()
+        assert float(result) == pytest.approx(wanted.item(), rel=EXACT)
+        assert off_by(case.leaves, grads(hand.leaves)) <= EXACT
+        assert loss_fn.is_as(by_hand)
+
+
+@pytest.mark.no_oom_injection
+def test_state_that_the_loss_moves_is_moved_once_whatever_fails() -> None:
+    x = samples(8)
+    for inject in every_operation(stride=5):
+        case, hand = Contrast(), Contrast()
+        loss_fn, by_hand = Criterion(case, edits=False), Criterion(hand, edits=False)
+        with inject:
+            elastic(case.model).backward_embeddings(case.embed, loss_fn, x)
+        by_hand(hand.embed(x)).backward()
+        assert off_by(case.leaves, grads(hand.leaves)) <= EXACT, inject.hits
+        assert loss_fn.is_as(by_hand), inject.hits
+
+
+@pytest.mark.parametrize("edits", [True, False])
+def test_a_loss_that_runs_again_begins_with_the_state_that_it_had(edits: bool) -> None:
+    case, x, fails = Contrast(), samples(8), FailOn(1)
+    loss_fn = Criterion(case, edits=edits)
+
+    def over(z: Tensor) -> Tensor:
+        loss = loss_fn(z)
+        fails()
+        return loss
+
+    mbs = elastic(case.model, micro_batch_size=4)
+    if edits:
+        with pytest.raises(ReplayUnsafeError, match=r"Criterion\.table in place"):
+            mbs.backward_embeddings(case.embed, over, x)
+        assert loss_fn.is_as(Criterion(case))
+        return
+    mbs.backward_embeddings(case.embed, over, x)
+    assert [loss_fn.step, loss_fn.log] == [1, [1]]
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_outputs_that_need_no_gradient_are_handed_on_without_one(size: int) -> None:
+    case, x = Contrast(), samples(8)
+    weights = torch.rand(8, dtype=torch.float64)
+
+    def embed(piece: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return piece[1], case.embed(piece[0])
+
+    def over(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        each, z = found
+        scale = torch.from_numpy(each.numpy() * 2)
+        return case.over(z * scale[:, None]), each.sum()
+
+    wanted = over(embed((x, weights)))[0]
+    wanted.backward()
+    gradient = grads(case.leaves)
+    case.zero()
+    mbs = elastic(case.model, micro_batch_size=size)
+    result = mbs.backward_embeddings(embed, over, (x, weights))
+    assert float(result) == pytest.approx(wanted.item(), rel=EXACT)
+    assert off_by(case.leaves, gradient) <= EXACT
+    assert torch.allclose(result.outputs, weights.sum(), rtol=EXACT)
+
+
+def test_an_output_with_a_graph_in_later_pieces_alone_is_refused() -> None:
+    case, x = Contrast(), samples(8)
+
+    def embed(piece: Tensor) -> tuple[Tensor, Tensor]:
+        z = case.embed(piece)
+        return z, z.detach() if torch.equal(piece[0], x[0]) else z * 2
+
+    with pytest.raises(LossError, match="without one for the first piece"):
+        elastic(case.model, micro_batch_size=4).backward_embeddings(
+            embed, lambda found: case.over(found[0] + found[1]), x
+        )
+    assert all(leaf.grad is None for leaf in case.leaves)

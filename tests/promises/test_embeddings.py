@@ -307,7 +307,7 @@ def test_no_embedding_stays_alive_after_the_call(ends: str) -> None:
     def embed(b: Tensor) -> Tensor:
         z = case.embed(b)
         alive.append(weakref.ref(z))
-        if ends == "second" and z.requires_grad:
+        if ends == "second" and min(case.sizes) < 0:  # the loss has run
             raise ValueError("mine")
         return z
 

@@ -30,6 +30,7 @@ class EmbeddingCache:
     def __init__(
         self,
         embeddings: Any,
+        trained: Sequence[bool],
         loss_fn: OverEmbeddings,
         order: Sequence[int] | None,
         scaler: torch.amp.GradScaler | None,
@@ -39,6 +40,7 @@ class EmbeddingCache:
 
         Args:
             embeddings: the embeddings of the whole batch, in its order.
+            trained: which of their tensors need a gradient.
             loss_fn: embeddings → loss.
             order: the samples in the order of the pieces, where they are sorted.
             scaler: scales the loss.
@@ -48,9 +50,10 @@ class EmbeddingCache:
             LossError: there is no loss that depends on the embeddings.
         """
         inputs: list[Tensor] = []
+        needs = iter(trained)
 
         def leaf(tensor: Tensor) -> Tensor:
-            if has_gradient(tensor):
+            if next(needs):
                 tensor = tensor.detach().requires_grad_()
                 inputs.append(tensor)
             # A copy, because a loss that runs again must find it as it was.
@@ -61,7 +64,7 @@ class EmbeddingCache:
         self._seen = [tensor.detach() for tensor in inputs]
         # of each piece that was embedded again: how far off it is, and how long it was
         self._again: list[Tensor] = []
-        self._order = order
+        self._trained, self._order = trained, order
         # Scaled here, where half precision would lose it. The engine scales the surrogate once
         # more, so that is divided by the same factor.
         self._unit = None if scaler is None else scaler.scale(torch.ones_like(self.loss))
@@ -87,15 +90,10 @@ class EmbeddingCache:
 
         In the first piece it has the gradients of the loss's own leaves, too.
         """
-        embeddings = [tensor for tensor in tensors_in(value) if has_gradient(tensor)]
+        embeddings = self._embeddings(value)
         rows: slice | list[int] = slice(piece.start, piece.stop)
         if self._order is not None:
             rows = list(self._order[piece.start : piece.stop])
-        if len(embeddings) != len(self._gradients):
-            raise LossError(
-                f"embed_fn returned {len(embeddings)} tensors of embeddings for samples that it "
-                f"had returned {len(self._gradients)} for"
-            )
         pairs = []
         for embedding, gradient, seen in zip(embeddings, self._gradients, self._seen, strict=True):
             here = tuple(
@@ -105,11 +103,29 @@ class EmbeddingCache:
             if gradient is not None and embedding.requires_grad:
                 pairs.append((embedding, gradient[rows][here]))
         if not pairs:
-            raise LossError(_FROZEN)
+            raise LossError(FROZEN)
         own = self.own if piece.start == 0 else ()
         parts = [_product(*pair).to(self.loss.device) for pair in (*pairs, *own)]
         total = sum(parts[1:], parts[0])
         return total if self._unit is None else total / self._unit
+
+    def _embeddings(self, value: Any) -> list[Tensor]:
+        """Return the tensors of a piece that need a gradient in this call."""
+        found = tensors_in(value)
+        if len(found) != len(self._trained):
+            raise LossError(
+                f"embed_fn returned {len(found)} tensors for samples that it had returned "
+                f"{len(self._trained)} for"
+            )
+        pairs = list(zip(found, self._trained, strict=True))
+        for tensor, trained in pairs:
+            if tensor.requires_grad and not trained:
+                raise LossError(
+                    f"embed_fn returned {tensor.dtype} of shape {tuple(tensor.shape)} with a graph "
+                    "for these samples, and without one for the first piece: return it with a "
+                    "graph for all, or for none (.detach())"
+                )
+        return [tensor for tensor, trained in pairs if trained]
 
     def _note(self, now: Tensor, before: Tensor) -> None:
         """Note how far embeddings are off those that the loss has seen; the host does not wait."""
@@ -130,7 +146,7 @@ _INDEPENDENT = (
     "the loss does not depend on the embeddings: loss_fn gets the values that embed_fn returned, "
     "for the whole batch"
 )
-_FROZEN = (
+FROZEN = (
     "no embedding that the loss depends on has a graph, so there is nothing to train in embed_fn: "
     "are its parameters frozen?"
 )
@@ -165,7 +181,7 @@ def leaves_of_whole(embeddings: Any, loss: Tensor) -> tuple[Tensor, ...]:
     """
     graphs = [tensor.grad_fn for tensor in tensors_in(embeddings) if tensor.grad_fn is not None]
     if not graphs:
-        raise LossError(_FROZEN)
+        raise LossError(FROZEN)
     leaves = () if loss.grad_fn is None else walk(loss.grad_fn).leaves
     below = {id(leaf) for graph in graphs for leaf in walk(graph).leaves}
     if below.isdisjoint(map(id, leaves)):

@@ -3,15 +3,17 @@
 A loss over the embeddings of a whole batch (contrastive, in-batch negatives) is no sum over pieces.
 But the network needs only the gradient of that loss at the embeddings:
 
-    first pass   every piece is embedded without a graph, and its embeddings are kept
+    first pass   every piece is embedded without a graph, and its embeddings are kept; only the
+                 first has a graph for a moment, which shows the outputs that need a gradient
     the loss     of all embeddings, with its gradient at them and at leaves of its own
     second pass  every piece is embedded again, with a graph, and runs backward from its rows of
                  that gradient
 
 The second pass begins with the buffers and random streams of the first and runs the same pieces in
 the same order. So it draws the same masks, sees the same statistics, and leaves buffers as one pass
-would. Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
-(2021), arXiv 2101.06983.
+would. Attributes that the loss changes (a counter, a centre) get what it has left when the second
+pass has ended. Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory
+Limited Setup" (2021), arXiv 2101.06983.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ from elastic_mbs.engine.outcome.result import (
 from elastic_mbs.engine.parts import CallParts
 from elastic_mbs.engine.passes import Pass
 from elastic_mbs.engine.two_pass.cache import (
+    FROZEN,
     EmbeddingCache,
     OverEmbeddings,
     has_gradient,
     leaves_of_whole,
     read_loss,
 )
+from elastic_mbs.engine.two_pass.left import LeftByLoss
 from elastic_mbs.errors import BatchError, LossError, MisuseError, ReplayUnsafeError
 from elastic_mbs.rollback.random_streams import StreamState
 from elastic_mbs.rollback.sample_draws import SampleDraws
@@ -70,11 +74,13 @@ class TwoPasses:
         self._parts = parts
         self._loss_fn = loss_fn
         self._cache: EmbeddingCache | None = None  # None during the first pass
+        self._trained: list[bool] | None = None  # outputs of embed_fn that need a gradient
         self._whole = self._fits()  # the batch is embedded once
         self._loss: tuple[Tensor, StoredOutput | None] | None = None  # of a batch embedded once
         self._failures = 0  # of the call, when the first pass began
         self._embedded: StreamState | None = None  # random streams after the first pass
         self._ended: StreamState | None = None  # random streams after the loss
+        self._left: LeftByLoss | None = None  # attributes that the loss has changed
 
     # ------------------------------------------------------------------ the passes
 
@@ -94,10 +100,11 @@ class TwoPasses:
         gradients.put_aside(gradients.leaves())
 
     def embed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fn`, run without a graph in the first of two passes."""
+        """Return `fn`, run without a graph in the first of two passes, but for its first piece."""
 
         def run(piece: Any, *args: Any, **kwargs: Any) -> Any:
-            with torch.set_grad_enabled(self._whole or self._cache is not None):
+            graph = self._whole or self._trained is None or self._cache is not None
+            with torch.set_grad_enabled(graph):
                 return fn(piece, *args, **kwargs)
 
         return run
@@ -108,8 +115,18 @@ class TwoPasses:
         if self._whole:
             return self._loss_of_whole(value)
         if self._cache is None:
+            if self._trained is None:
+                self._trained = self._with_graph(value)
             return map_tensors(value, _alone)
         return self._cache.surrogate(value, attempt.piece)
+
+    def _with_graph(self, value: Any) -> list[bool]:
+        """Return which tensors of the first piece have a graph, and let go of it."""
+        trained = [tensor.requires_grad for tensor in tensors_in(value)]
+        if not any(trained):
+            raise LossError(FROZEN)
+        self._parts.hooks.drop_graph(())  # no backward frees it
+        return trained
 
     def _loss_of_whole(self, embeddings: Any) -> Tensor:
         parts = self._parts
@@ -129,7 +146,7 @@ class TwoPasses:
         return self._start_first()
 
     def _start_first(self) -> Pass:
-        self._cache = self._loss = None
+        self._cache = self._loss = self._left = None
         self._whole = False
         self._failures = self._parts.progress.failures
         return _FIRST
@@ -187,8 +204,10 @@ class TwoPasses:
         progress.drop_committed()
         streams = resources.streams.read(hosts=True)
         buffers, modes = self._buffers(), resources.model.training()
+        left = LeftByLoss(resources.model.every)
 
         def attempt() -> EmbeddingCache:
+            left.undo()
             parts.gradients.clear_backward()  # of an attempt before this one
             resources.model.restore(modes)
             resources.streams.restore(streams)
@@ -201,6 +220,8 @@ class TwoPasses:
         )
         parts.gradients.check(first=False)
         self._check_state(buffers, modes_changed=resources.model.training() != modes)
+        resources.retry("copy what loss_fn has changed", left.end)
+        self._left = left
         self._embedded = streams
         self._ended = resources.streams.read(hosts=True)
         parts.gradients.put_aside(leaf for leaf, _ in cache.own)
@@ -208,13 +229,17 @@ class TwoPasses:
 
     def _run_loss(self, embeddings: Any) -> EmbeddingCache:
         settings, view = self._parts.resources.settings, self._parts.batch.view
+        trained = self._trained
+        assert trained is not None
         by_length = view.sorted
         order = None if by_length is None else by_length.order
         by_sample = settings.gradients.draws == "sample"
         draws = SampleDraws(0, view.length) if by_sample else nullcontext()
         guard = self._parts.resources.guard or nullcontext()
         with torch.enable_grad(), draws, guard:
-            return EmbeddingCache(embeddings, self._loss_fn, order, settings.scaler, self._place())
+            return EmbeddingCache(
+                embeddings, trained, self._loss_fn, order, settings.scaler, self._place()
+            )
 
     def _place(self) -> Place:
         """Return the place of the outputs that come with the loss."""
@@ -248,7 +273,7 @@ class TwoPasses:
     # ------------------------------------------------------------------ the end of the call
 
     def finish(self, result: StepResult) -> StepResult:
-        """Leave the streams where the loss has left them, and add gradients to those put aside.
+        """Leave streams and state as the loss has left them, and add gradients to those put aside.
 
         Raises:
             ReplayUnsafeError: the second pass has drawn other random numbers than the first.
@@ -257,10 +282,11 @@ class TwoPasses:
         if self._loss is not None:
             parts.gradients.take_back()
             return of_batch(result, *self._loss)
-        embedded, ended, cache = self._embedded, self._ended, self._cache
+        embedded, ended, cache, left = self._embedded, self._ended, self._cache, self._left
         assert embedded is not None
         assert ended is not None
         assert cache is not None
+        assert left is not None
         expected = embedded if streams.draws_on_host else embedded._replace(hosts=None)
         retry = parts.resources.retry
         if not retry("compare the embeddings of both passes", cache.embeds_the_same):
@@ -280,12 +306,13 @@ class TwoPasses:
             "put the random streams to where the loss has left them",
             lambda: streams.restore(ended),
         )
+        retry("put the state in place that the loss has left", left.put)
         parts.gradients.take_back()
         return of_batch(result, cache.loss, cache.outputs)
 
     def close(self) -> None:
-        """Drop the embeddings and their gradients."""
-        self._cache = self._loss = None
+        """Drop the embeddings, their gradients, and what the loss has left."""
+        self._cache = self._loss = self._left = None
 
 
 class Unweighted(Counts):
@@ -301,6 +328,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
     The first token's state of a transformer is a view of all states.
     """
+    tensor = tensor.detach()
     dense = tensor.layout is torch.strided
     if dense and tensor.untyped_storage().nbytes() > tensor.nbytes:
         return tensor.clone()
