@@ -30,7 +30,13 @@ from torch.distributed.tensor import DTensor
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.control import Place, Retry, Row
 from elastic_mbs.distributed.ranks import Agreed, Ranks
-from elastic_mbs.distributed.units import WRAPPER, as_module, check_parameter, only_given
+from elastic_mbs.distributed.units import (
+    WRAPPER,
+    as_module,
+    check_again,
+    check_parameter,
+    only_given,
+)
 from elastic_mbs.engine.outcome.result import StepResult
 from elastic_mbs.engine.shared.peers import Gradients
 from elastic_mbs.engine.shared.trained_model import TrainedModel
@@ -286,6 +292,12 @@ class LockStep(Ranks):
     def begin(self) -> None:
         """Begin a training call; see `Peers`."""
         super().begin()
+        check_again(self._units)
+        if any(map(torch_private.leaves_sums_out, self._units)):
+            raise UnsupportedError(
+                "set_requires_gradient_sync(False) leaves out the sums of gradients, which each "
+                "call makes with mode='lockstep': set it to True"
+            )
         self._start()
 
     def _start(self) -> None:

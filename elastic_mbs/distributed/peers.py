@@ -23,7 +23,10 @@ from elastic_mbs.engine.shared.trained_model import TrainedModel
 from elastic_mbs.memory import oom
 from elastic_mbs.options import Settings
 
-_RUN_BEFORE = "run it over the whole batch before the call, and put what it returns into the batch"
+_RUN_BEFORE = (
+    "run it over the whole batch before the call, and put what it returns into the batch; if it is "
+    "the model that is trained, make the ElasticMBS after fully_shard"
+)
 
 _FSDP = "torch.distributed.fsdp"
 
@@ -53,7 +56,8 @@ def peers_of(model: TrainedModel, settings: Settings) -> Peers:
         return Alone()
     devices, is_oom = model.devices(), settings.recovery.is_oom
     retry = partial(oom.retry, devices=devices, is_oom=is_oom)
-    hooks: Hooks = (OnlyGiven(model, {DDP: refuse_wrapper}),)
+    wrappers = wrappers_in(model.roots)
+    hooks: Hooks = (OnlyGiven(model, {DDP: refuse_wrapper}, knows_none=not wrappers),)
     if _FSDP in sys.modules:
         from elastic_mbs.distributed.lockstep import LockStep
         from elastic_mbs.distributed.shards import Shards
@@ -64,8 +68,7 @@ def peers_of(model: TrainedModel, settings: Settings) -> Peers:
             check(model.roots, units)
             in_step = settings.distributed.mode == "lockstep"
             return (LockStep if in_step else Shards)(units, model, settings, retry)
-        hooks = (only_given(model, _RUN_BEFORE),)
-    wrappers = wrappers_in(model.roots)
+        hooks = (only_given(model, _RUN_BEFORE, knows_none=not wrappers),)
     if not wrappers:
         return Alone(NotWrapped(model.roots), *hooks)
     return Replicas(wrappers, model, settings, retry, hooks)

@@ -31,6 +31,7 @@ from elastic_mbs.distributed.ranks import WHAT, Agreed, Ranks
 from elastic_mbs.distributed.units import (
     WRAPPER,
     QuietUnits,
+    check_again,
     check_parameter,
     only_given,
     owners,
@@ -254,7 +255,10 @@ class Shards(Ranks):
     def begin(self) -> None:
         """Begin a training call; see `Peers`."""
         super().begin()
+        check_again(self._units)
         self._follow(self._model)
+        for whole in self._wholes.every:
+            whole.check()
         self._before = None
 
     def share(self, counts: Counts) -> Counts:

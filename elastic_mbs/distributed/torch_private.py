@@ -302,6 +302,11 @@ def drop_whole_gradients(unit: FSDPModule) -> None:
             whole.grad = None
 
 
+def leaves_sums_out(unit: FSDPModule) -> bool:
+    """Return whether `set_requires_gradient_sync(False)` was called on a unit."""
+    return any(not g.reduce_grads for g in _state_of(unit)._fsdp_param_groups)
+
+
 def sums_unused(unit: FSDPModule) -> bool:
     """Return whether a unit sums zeros for parameters without a gradient."""
     return any(g.reduce_scatter_unused_params for g in _state_of(unit)._fsdp_param_groups)

@@ -68,16 +68,30 @@ def _reasons(roots: Sequence[nn.Module], units: Sequence[FSDPModule]) -> Iterato
             "the model has units of fully_shard and a DistributedDataParallel: for replicas of "
             "shards give fully_shard a mesh of two dimensions (HSDP) and leave the wrapper out"
         )
+    for root in roots:
+        yield from refused_modules(root)
+    yield from _own_sums(units)
+
+
+def check_again(units: Sequence[FSDPModule]) -> None:
+    """Refuse by name what can come after the runtime was made.
+
+    Raises:
+        UnsupportedError: a unit sums gradients in another way.
+    """
+    refused = next(_own_sums(units), None)
+    if refused is not None:
+        raise UnsupportedError(refused)
+
+
+def _own_sums(units: Sequence[FSDPModule]) -> Iterator[str]:
     for unit in units:
-        name = type(unit).__name__
         setting = torch_private.sums_of_its_own(unit)
         if setting:
             yield (
-                f"{setting} of {name} changes how gradients are summed, which is done here, each "
-                "rank by its share of the counts: leave it out"
+                f"{setting} of {type(unit).__name__} changes how gradients are summed, which is "
+                "done here, each rank by its share of the counts: leave it out"
             )
-    for root in roots:
-        yield from refused_modules(root)
 
 
 def check_parameter(name: str, parameter: Tensor) -> DTensor | None:
@@ -123,18 +137,16 @@ def check_parameter(name: str, parameter: Tensor) -> DTensor | None:
     return parameter
 
 
-def only_given(model: TrainedModel, way_out: str) -> OnlyGiven:
+def only_given(model: TrainedModel, way_out: str, *, knows_none: bool = False) -> OnlyGiven:
     """Return a block in which no unit and no DDP wrapper may run that the runtime was not given.
 
     Args:
         model: the modules that it was given.
         way_out: what to do about a unit, in words.
+        knows_none: it was given no unit and no wrapper.
     """
-    refusals: dict[type, Refusal] = {
-        FSDPModule: partial(_refuse_unit, way_out),
-        DDP: refuse_wrapper,
-    }
-    return OnlyGiven(model, refusals)
+    refuse_unit: Refusal = partial(_refuse_unit, way_out)
+    return OnlyGiven(model, {FSDPModule: refuse_unit, DDP: refuse_wrapper}, knows_none=knows_none)
 
 
 def _refuse_unit(way_out: str, module: nn.Module, args: object) -> None:

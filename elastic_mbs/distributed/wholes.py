@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from elastic_mbs.device import with_index
 from elastic_mbs.distributed import torch_private
 from elastic_mbs.distributed.control import Retry
+from elastic_mbs.errors import UnsupportedError
 
 CAP = 25 * 2**20  # bytes of the shards that one collective takes; a larger parameter has its own
 
@@ -45,6 +46,7 @@ class Whole:
         dtype = (policy.param_dtype if floating else None) or shard.dtype
         self.name = name
         self.shard = shard
+        self._type = shard.dtype
         self.sums = (policy.reduce_dtype if floating else None) or dtype
         device = with_index(torch.device(mesh.device_type))  # an offloaded shard is on the host
         self._empty = torch.empty(0, dtype=dtype, device=device)
@@ -65,6 +67,24 @@ class Whole:
     def device(self) -> torch.device:
         """The device of the whole."""
         return self._empty.device
+
+    def check(self) -> None:
+        """Refuse what can come to a shard after the runtime was made.
+
+        Raises:
+            UnsupportedError: a hook that would never run, or another type.
+        """
+        if self.shard._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"{self.name} has a hook of register_post_accumulate_grad_hook, which would never "
+                "run: gradients of shards are summed after the whole batch. Do after the call what "
+                "it does"
+            )
+        if self.shard.dtype is not self._type:
+            raise UnsupportedError(
+                f"{self.name} was {self._type} and is {self.shard.dtype} by now: make the "
+                "ElasticMBS when the model has its type"
+            )
 
     # ------------------------------------------------------------------ memory
 

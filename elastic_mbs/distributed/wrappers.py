@@ -131,24 +131,29 @@ class OnlyGiven:
     function can reach, whether it has used them before or not. `__exit__` can be repeated.
     """
 
-    def __init__(self, model: TrainedModel, refusals: Mapping[type, Refusal]) -> None:
+    def __init__(
+        self, model: TrainedModel, refusals: Mapping[type, Refusal], *, knows_none: bool = False
+    ) -> None:
         """Look for modules.
 
         Args:
             model: the modules that the runtime was given, and those that were met.
             refusals: by class, a hook before the forward that refuses it.
+            knows_none: no module of these classes was given: one that is there by now came later.
         """
         self._model = model
         self._refusals = refusals
+        self._knows_none = knows_none
         self._handles: list[RemovableHandle] = []
-        self._looked = 0, 0  # modules that were met and that were given, when they were looked at
+        self._looked = 0, 0, 0  # what there was when modules were looked at
         self._others: list[tuple[nn.Module, Refusal]] = []
 
     def __enter__(self) -> None:
         model = self._model
-        looked = len(model.met), len(model.modules)
+        looked = len(model.met), len(model.modules), model.generation
         if looked != self._looked:
-            others = set(model.met).difference(model.modules)
+            given = () if self._knows_none else model.modules
+            others = {*model.met, *model.modules}.difference(given)
             self._others = [
                 (module, refuse)
                 for module in others

@@ -128,7 +128,8 @@ class Kept(TorchDispatchMode):
             module._buffers.clear()
             module._buffers.update(buffers)
         for tensor, value, _ in self._tensors.values():
-            tensor.copy_(value)
+            if tensor.untyped_storage().nbytes() >= value.nbytes:  # its owner has not freed it
+                tensor.copy_(value)
         for generator, state in self._generators.values():
             generator.set_state(state)
         lost = self._lost()

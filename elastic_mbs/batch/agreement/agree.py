@@ -76,8 +76,9 @@ class Agreement:
         size = sizes.pop()
         if not size:
             raise BatchError(
-                f"the batch is empty: {line_on(self.leaves[0])}\n  skip it before the call; in a "
-                "job of several ranks call backward(loss_fn, None), because the others have samples"
+                f"the batch is empty: {line_on(self.leaves[0])}\n  skip it before the call. In "
+                "a job of several ranks call backward(loss_fn, None) in its place, because the "
+                "others have samples; an evaluation of a sharded model needs one on every rank"
             )
         return size
 
