@@ -7,7 +7,7 @@ are copied back into the tensors that exist. Source: docs/internals/autograd.md#
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,14 +32,14 @@ from elastic_mbs.rollback.places import (
     NOTHING,
     NOWHERE,
     Changing,
-    GradientsOf,
     Memory,
     Place,
     Places,
     Snapshot,
+    always_changes,
     copyable,
     is_state,
-    keeps_statistics,
+    places_of,
     same_bits,
     switched,
     versions,
@@ -213,9 +213,9 @@ class BufferCopies:
         changing, still = list[Place](), list[Place]()
         for module in layout.modules:
             beside = id(module) in layout.beside
-            for place in _places_of(module):
+            for place in places_of(module, self._followed(module)):
                 # In a first call it is not known yet whether modules that were not given run.
-                if learned(module, place.key) or ((known or not beside) and _always_changes(place)):
+                if learned(module, place.key) or ((known or not beside) and always_changes(place)):
                     changing.append(place)
                 elif (
                     not known
@@ -233,11 +233,19 @@ class BufferCopies:
             containers=[
                 (module, name)
                 for module in layout.modules
-                for name in containers_of(module)
+                for name in dict.fromkeys([*containers_of(module), *self._followed(module)])
                 if not known or self._follows(layout, module, name)
             ],
             open=() if known else layout.modules,
         )
+
+    def _followed(self, module: nn.Module) -> list[str]:
+        """Return the attributes that are or may be state, whatever hangs there now.
+
+        A user can empty one before each batch: a hidden state, a cache of keys and values.
+        """
+        unproven = [name for owner, name in self._unproven if owner == id(vars(module))]
+        return [*self._changing.attributes(module), *unproven]
 
     def _counts(self, layout: _Layout, module: nn.Module) -> bool:
         """Return whether a module's numbers go back after a failure.
@@ -253,10 +261,10 @@ class BufferCopies:
         A piece can fill one and empty it again, so short ones do whether they were seen to change
         or not.
         """
-        if len(vars(module).get(name, ())) <= _LONG:
+        if id(module) in layout.beside or self._changing.has(module, (id(vars(module)), name)):
             return True
-        key = id(vars(module)), name
-        return id(module) in layout.beside or self._changing.has(module, key)
+        container = vars(module).get(name)
+        return not isinstance(container, CONTAINERS) or len(container) <= _LONG
 
     def changes(self, module: nn.Module) -> bool:
         """Return whether state of this module is known to change."""
@@ -331,7 +339,7 @@ class BufferCopies:
         layout, still = self._layout, self._still
         moved = set(still.changed()) - self._moved
         if layout.known and self._unproven:  # the ones that have moved are state, or features
-            self._unproven -= still.places.keys()
+            self._unproven -= still.full()
         if layout.known and not moved:
             return layout.split_shows
         made, containers = list[Place](), layout.containers
@@ -464,31 +472,3 @@ class BufferCopies:
         if to_call_start:
             self._piece = self._call
         return lost
-
-
-def _places_of(module: nn.Module) -> Iterator[Place]:
-    """Yield every place in which a module keeps tensors."""
-    for name in module._buffers:
-        yield Place(module, module._buffers, name)
-    gradients = GradientsOf(module._buffers)
-    for name in module._buffers:
-        yield Place(module, gradients, name, "gradient of the buffer")
-    # An embedding with a largest norm edits its rows before it looks them up: the same each time.
-    if getattr(module, "max_norm", None) is None:
-        for name in module._parameters:
-            yield Place(module, module._parameters, name, "parameter")
-    for name in tensors_of(module):
-        yield Place(module, vars(module), name, "tensor")
-
-
-def _always_changes(place: Place) -> bool:
-    """Return whether a place is taken to change without a look.
-
-    A module of the user's can update running statistics by a flag of its own, and BatchNorm raises
-    no version.
-    """
-    module = place.module
-    if place.kind != "buffer" or "running_mean" not in module._buffers:
-        return False
-    updated = module.training or not keeps_statistics(module)
-    return updated and copyable(module._buffers[place.name])

@@ -6,7 +6,7 @@ gradients of its buffers. A look at many places is one loop in C.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from itertools import repeat
 from operator import is_
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_mbs.rollback import copies
-from elastic_mbs.rollback.attributes import ABSENT, Contents, Key, Numbers
+from elastic_mbs.rollback.attributes import ABSENT, Contents, Key, Numbers, tensors_of
 
 
 class Changing:
@@ -34,6 +34,11 @@ class Changing:
         """Return whether a place of a module is known to change; without a key, any of them."""
         keys = self._keys.get(module, ())
         return bool(keys) if key is None else key in keys
+
+    def attributes(self, module: nn.Module) -> list[str]:
+        """Return the names of a module's attributes that are known to change, there or not."""
+        own = id(vars(module))
+        return sorted(name for owner, name in self._keys.get(module, ()) if owner == own and name)
 
 
 class GradientsOf:
@@ -148,6 +153,11 @@ class Snapshot(NamedTuple):
             if tensor is not self.tensors[i] or seen[i] != self.versions[i]
         ]
 
+    def full(self) -> set[Key]:
+        """Return the keys of the places in which a tensor hangs."""
+        every = zip(self.places.all, self.tensors, strict=True)
+        return {place.key for place, tensor in every if isinstance(tensor, Tensor)}
+
     def leave_device(self) -> None:
         """Move the copies to the host."""
         for i, copy in enumerate(self.copies):
@@ -186,6 +196,39 @@ class Snapshot(NamedTuple):
 
 NOWHERE = Places.of([])
 NOTHING = Snapshot(NOWHERE, [], [], [], Numbers.of([]), [])
+
+
+def places_of(module: nn.Module, also: Iterable[str] = ()) -> Iterator[Place]:
+    """Yield every place in which a module keeps tensors.
+
+    Args:
+        module: the module.
+        also: the names of attributes in which it keeps some at other times.
+    """
+    for name in module._buffers:
+        yield Place(module, module._buffers, name)
+    gradients = GradientsOf(module._buffers)
+    for name in module._buffers:
+        yield Place(module, gradients, name, "gradient of the buffer")
+    # An embedding with a largest norm edits its rows before it looks them up: the same each time.
+    if getattr(module, "max_norm", None) is None:
+        for name in module._parameters:
+            yield Place(module, module._parameters, name, "parameter")
+    for name in dict.fromkeys([*tensors_of(module), *also]):
+        yield Place(module, vars(module), name, "tensor")
+
+
+def always_changes(place: Place) -> bool:
+    """Return whether a place is taken to change without a look.
+
+    A module of the user's can update running statistics by a flag of its own, and BatchNorm raises
+    no version.
+    """
+    module = place.module
+    if place.kind != "buffer" or "running_mean" not in module._buffers:
+        return False
+    updated = module.training or not keeps_statistics(module)
+    return updated and copyable(module._buffers[place.name])
 
 
 def keeps_statistics(module: nn.Module) -> bool:
@@ -255,7 +298,8 @@ def is_state(before: Snapshot, i: int) -> bool:
     now = place.owner.get(place.name)
     if not isinstance(now, Tensor) or now.requires_grad:
         return False
-    return now.shape == then.shape or _has_grown(then, now)
+    # One that is empty again and again can be a hidden state, and is taken for it.
+    return not isinstance(then, Tensor) or now.shape == then.shape or _has_grown(then, now)
 
 
 def _has_grown(then: Tensor, now: Tensor) -> bool:
