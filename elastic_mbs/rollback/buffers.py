@@ -96,6 +96,11 @@ class _Layout:
         return bool(self.still.names) or not self.known
 
     @cached_property
+    def small(self) -> list[int]:
+        """The places that are not known to change and hold no parameter."""
+        return [i for i, place in enumerate(self.still.all) if place.kind != "parameter"]
+
+    @cached_property
     def kept(self) -> bool:
         """True if there is state to keep for each piece."""
         return bool(self.changing.names or self.numbers.own or self.containers)
@@ -124,6 +129,7 @@ class BufferCopies:
         """
         self._on_host = on_host
         self._changing = Changing()  # places, containers, and modules with changing numbers
+        self._features = Changing()  # attributes that are features, which nothing reads later
         self._learned: set[object] = set()
         self._unproven: set[Key] = set()  # attributes that the latest first clean piece has made
         self._made_in_call: set[Key] = set()  # the ones of the running call
@@ -181,6 +187,7 @@ class BufferCopies:
     def end_call(self) -> None:
         """Drop the snapshots: a call that fails before it has its own leaves the buffers alone."""
         self._call = self._piece = None
+        self._still, self._moved = NOTHING, set()  # holds parameters, which can be replaced
 
     def let_go(self) -> None:
         """Drop all copies, between two calls."""
@@ -217,12 +224,7 @@ class BufferCopies:
                 # In a first call it is not known yet whether modules that were not given run.
                 if learned(module, place.key) or ((known or not beside) and always_changes(place)):
                     changing.append(place)
-                elif (
-                    not known
-                    or place.kind == "buffer"
-                    or place.key in self._unproven
-                    or (beside and place.kind != "parameter")
-                ):
+                elif not known or beside or self._shows(place):
                     still.append(place)
         return replace(
             layout,
@@ -246,6 +248,16 @@ class BufferCopies:
         """
         unproven = [name for owner, name in self._unproven if owner == id(vars(module))]
         return [*self._changing.attributes(module), *unproven]
+
+    def _shows(self, place: Place) -> bool:
+        """Return whether a call of a known loss function can tell that a place has changed.
+
+        Trained parameters would take a look at each in every piece, and few steps edit them.
+        """
+        if place.kind != "tensor":
+            hangs = place.owner.get(place.name) if place.kind == "parameter" else None
+            return place.kind == "buffer" or (hangs is not None and not hangs.requires_grad)
+        return place.key in self._unproven or not self._features.has(place.module, place.key)
 
     def _counts(self, layout: _Layout, module: nn.Module) -> bool:
         """Return whether a module's numbers go back after a failure.
@@ -283,8 +295,9 @@ class BufferCopies:
         tensors = layout.still.hanging()
         kept: list[Tensor | None] = [None] * len(tensors)
         if layout.beside or self._unproven or not layout.known:
-            for i, (place, tensor) in enumerate(zip(layout.still.all, tensors, strict=True)):
-                if place.kind == "parameter" or not copyable(tensor):
+            for i in layout.small:
+                place, tensor = layout.still.all[i], tensors[i]
+                if not copyable(tensor):
                     continue
                 if not layout.known or id(place.module) in new or place.key in self._unproven:
                     kept[i] = self._host_copy(tensor)
@@ -356,8 +369,7 @@ class BufferCopies:
                 )
             self._follow(late)
         moved |= switched(still, moved)
-        found = [still.places.all[i] for i in sorted(moved - self._moved) if is_state(still, i)]
-        new = Places.of([*found, *made])
+        new = Places.of([*self._state_in(still, sorted(moved - self._moved)), *made])
         for place in new.all:
             self._changing.add(place.module, place.key)
         self._learned.add((layout.key, layout.modes))
@@ -372,6 +384,17 @@ class BufferCopies:
         )
         self._moved = self._moved | moved
         return self._layout.split_shows
+
+    def _state_in(self, still: Snapshot, moved: Sequence[int]) -> list[Place]:
+        """Return which of the places that have moved hold state; the others hold features."""
+        found = list[Place]()
+        for i in moved:
+            place = still.places.all[i]
+            if is_state(still, i):
+                found.append(place)
+            else:
+                self._features.add(place.module, place.key)
+        return found
 
     def _learn_attributes(self) -> None:
         """Learn which numbers and containers the first clean piece has changed."""
