@@ -42,7 +42,6 @@ from elastic_mbs.rollback.places import (
     places_of,
     same_bits,
     switched,
-    versions,
 )
 
 _BUFFERS, _TRAINING = attrgetter("_buffers"), attrgetter("training")
@@ -304,9 +303,7 @@ class BufferCopies:
                 elif id(place.module) in layout.beside and tensor.nbytes <= _SMALL:
                     with torch.inference_mode(False):
                         kept[i] = tensor.detach().clone()
-        return NOTHING._replace(
-            places=layout.still, tensors=tensors, copies=kept, versions=versions(tensors)
-        )
+        return Snapshot.of(layout.still, tensors, kept)
 
     def _host_copy(self, tensor: Tensor) -> Tensor:
         with torch.inference_mode(False), self._on_host():
@@ -335,10 +332,11 @@ class BufferCopies:
         ]
         changing = layout.changing
         if not changing.names:
-            return Snapshot(changing, [], [], [], numbers, containers)
+            return NOTHING._replace(numbers=numbers, containers=containers)
         tensors = changing.hanging()
         kept = self._memory[memory].take(tensors)
-        return Snapshot(changing, tensors, kept, versions(tensors), numbers, containers)
+        values = Snapshot.of(changing, tensors, kept)
+        return values._replace(numbers=numbers, containers=containers)
 
     def end_clean_piece(self) -> bool:
         """Learn from a clean piece which state the forward changes.
@@ -416,9 +414,7 @@ class BufferCopies:
             self._changing.add(module, (id(vars(module)), name))
         tensors = late.hanging()
         kept = [self._host_copy(tensor) if copyable(tensor) else None for tensor in tensors]
-        return NOTHING._replace(
-            places=late, tensors=tensors, copies=kept, versions=versions(tensors)
-        ), containers
+        return Snapshot.of(late, tensors, kept), containers
 
     def _follow(self, late: Snapshot) -> None:
         """Keep attributes that a clean piece has made, until another one shows what they are."""

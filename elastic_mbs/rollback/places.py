@@ -121,6 +121,7 @@ class Snapshot(NamedTuple):
         tensors: the tensor in each place.
         copies: the value of each tensor, where it was kept.
         versions: the version of each tensor, which shows a change where no value was kept.
+        addresses: where the memory of each tensor with a copy begins.
         numbers: numbers, flags and strings of modules.
         containers: lists, deques, sets and dicts of modules.
     """
@@ -129,8 +130,22 @@ class Snapshot(NamedTuple):
     tensors: list[Any]
     copies: list[Tensor | None]
     versions: list[int]
+    addresses: list[int]
     numbers: Numbers
     containers: list[Contents]
+
+    @classmethod
+    def of(cls, places: Places, tensors: list[Any], copies: list[Tensor | None]) -> Snapshot:
+        """Return the snapshot of tensors of which these copies were made just now."""
+        none = all(map(is_, copies, repeat(None)))
+        addresses = [0] * len(copies) if none else list(map(_address, tensors, copies))
+        return NOTHING._replace(
+            places=places,
+            tensors=tensors,
+            copies=copies,
+            versions=versions(tensors),
+            addresses=addresses,
+        )
 
     def followed_by(self, other: Snapshot) -> Snapshot:
         """Return both snapshots as one, without numbers and containers of the other."""
@@ -139,6 +154,7 @@ class Snapshot(NamedTuple):
             tensors=[*self.tensors, *other.tensors],
             copies=[*self.copies, *other.copies],
             versions=[*self.versions, *other.versions],
+            addresses=[*self.addresses, *other.addresses],
         )
 
     def changed(self) -> list[int]:
@@ -182,8 +198,9 @@ class Snapshot(NamedTuple):
             place.owner[place.name] = tensor
             if copy is None:
                 lost = place.label if versions([tensor]) != [self.versions[i]] else lost
-            elif copy.shape != tensor.shape:
-                # It was resized in place: the one case that takes memory.
+            elif copy.shape != tensor.shape or _address(tensor, copy) != self.addresses[i]:
+                # It was resized in place, or its memory is another tensor's by now, perhaps the
+                # batch's: the cases that take memory.
                 tensor.data = copy.to(tensor.device, copy=True)
             else:
                 # `data` has a version of its own. Graphs that saved an unchanged buffer stay valid.
@@ -195,7 +212,7 @@ class Snapshot(NamedTuple):
 
 
 NOWHERE = Places.of([])
-NOTHING = Snapshot(NOWHERE, [], [], [], Numbers.of([]), [])
+NOTHING = Snapshot(NOWHERE, [], [], [], [], Numbers.of([]), [])
 
 
 def places_of(module: nn.Module, also: Iterable[str] = ()) -> Iterator[Place]:
@@ -260,6 +277,14 @@ def versions(tensors: Sequence[Any]) -> list[int]:
             else getattr(tensor, "_version", -1)
             for tensor in tensors
         ]
+
+
+def _address(tensor: Any, copy: Tensor | None) -> int:
+    """Return where the memory of a tensor with a copy begins; 0 where there is none."""
+    try:
+        return 0 if copy is None else int(tensor.data_ptr())
+    except RuntimeError:  # some subclasses have no memory of their own
+        return 0
 
 
 def copyable(tensor: Any) -> TypeGuard[Tensor]:
