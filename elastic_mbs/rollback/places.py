@@ -324,19 +324,25 @@ def is_state(before: Snapshot, i: int) -> bool:
     if not isinstance(now, Tensor) or now.requires_grad:
         return False
     # One that is empty again and again can be a hidden state, and is taken for it.
-    return not isinstance(then, Tensor) or now.shape == then.shape or _has_grown(then, now)
+    return not isinstance(then, Tensor) or now.shape == then.shape or _shares_rows(then, now)
 
 
-def _has_grown(then: Tensor, now: Tensor) -> bool:
-    """Return whether the rows of one tensor are the first or the last ones of a longer one."""
+def _shares_rows(then: Tensor, now: Tensor) -> bool:
+    """Return whether the first or the last row of a tensor was a row of the one before it.
+
+    So it is where rows were joined to the ones that were there, and the oldest ones cut off.
+    """
     if not (copyable(then) and copyable(now)):
         return False
     if not then.numel():
         return True  # torch joins an empty one to rows of any width
-    if not 0 < then.ndim == now.ndim:
+    if not now.numel() or not then.ndim or then.shape[1:] != now.shape[1:]:
         return False
-    rows, kept = len(then), then.detach().to("cpu")
-    return rows < len(now) and any(same_bits(kept, each) for each in (now[:rows], now[-rows:]))
+    rows, ends = then.detach().to("cpu"), now.detach()[[0, -1]].to("cpu")
+    if rows.dtype != ends.dtype:
+        return False
+    rows, ends = (each.contiguous().view(len(each), -1).view(torch.uint8) for each in (rows, ends))
+    return any(bool((rows == end).all(1).any()) for end in ends)
 
 
 def switched(still: Snapshot, moved: set[int]) -> set[int]:
