@@ -7,7 +7,7 @@ are copied back into the tensors that exist. Source: docs/internals/autograd.md#
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,17 +32,16 @@ from elastic_mbs.rollback.places import (
     NOTHING,
     NOWHERE,
     Changing,
-    GradientsOf,
     Memory,
     Place,
     Places,
     Snapshot,
+    always_changes,
     copyable,
     is_state,
-    keeps_statistics,
+    places_of,
     same_bits,
     switched,
-    versions,
 )
 
 _BUFFERS, _TRAINING = attrgetter("_buffers"), attrgetter("training")
@@ -96,6 +95,11 @@ class _Layout:
         return bool(self.still.names) or not self.known
 
     @cached_property
+    def small(self) -> list[int]:
+        """The places that are not known to change and hold no parameter."""
+        return [i for i, place in enumerate(self.still.all) if place.kind != "parameter"]
+
+    @cached_property
     def kept(self) -> bool:
         """True if there is state to keep for each piece."""
         return bool(self.changing.names or self.numbers.own or self.containers)
@@ -124,6 +128,7 @@ class BufferCopies:
         """
         self._on_host = on_host
         self._changing = Changing()  # places, containers, and modules with changing numbers
+        self._features = Changing()  # attributes that are features, which nothing reads later
         self._learned: set[object] = set()
         self._unproven: set[Key] = set()  # attributes that the latest first clean piece has made
         self._made_in_call: set[Key] = set()  # the ones of the running call
@@ -181,6 +186,7 @@ class BufferCopies:
     def end_call(self) -> None:
         """Drop the snapshots: a call that fails before it has its own leaves the buffers alone."""
         self._call = self._piece = None
+        self._still, self._moved = NOTHING, set()  # holds parameters, which can be replaced
 
     def let_go(self) -> None:
         """Drop all copies, between two calls."""
@@ -213,16 +219,11 @@ class BufferCopies:
         changing, still = list[Place](), list[Place]()
         for module in layout.modules:
             beside = id(module) in layout.beside
-            for place in _places_of(module):
+            for place in places_of(module, self._followed(module)):
                 # In a first call it is not known yet whether modules that were not given run.
-                if learned(module, place.key) or ((known or not beside) and _always_changes(place)):
+                if learned(module, place.key) or ((known or not beside) and always_changes(place)):
                     changing.append(place)
-                elif (
-                    not known
-                    or place.kind == "buffer"
-                    or place.key in self._unproven
-                    or (beside and place.kind != "parameter")
-                ):
+                elif not known or beside or self._shows(place):
                     still.append(place)
         return replace(
             layout,
@@ -233,11 +234,29 @@ class BufferCopies:
             containers=[
                 (module, name)
                 for module in layout.modules
-                for name in containers_of(module)
+                for name in dict.fromkeys([*containers_of(module), *self._followed(module)])
                 if not known or self._follows(layout, module, name)
             ],
             open=() if known else layout.modules,
         )
+
+    def _followed(self, module: nn.Module) -> list[str]:
+        """Return the attributes that are or may be state, whatever hangs there now.
+
+        A user can empty one before each batch: a hidden state, a cache of keys and values.
+        """
+        unproven = [name for owner, name in self._unproven if owner == id(vars(module))]
+        return [*self._changing.attributes(module), *unproven]
+
+    def _shows(self, place: Place) -> bool:
+        """Return whether a call of a known loss function can tell that a place has changed.
+
+        Trained parameters would take a look at each in every piece, and few steps edit them.
+        """
+        if place.kind != "tensor":
+            hangs = place.owner.get(place.name) if place.kind == "parameter" else None
+            return place.kind == "buffer" or (hangs is not None and not hangs.requires_grad)
+        return place.key in self._unproven or not self._features.has(place.module, place.key)
 
     def _counts(self, layout: _Layout, module: nn.Module) -> bool:
         """Return whether a module's numbers go back after a failure.
@@ -253,10 +272,10 @@ class BufferCopies:
         A piece can fill one and empty it again, so short ones do whether they were seen to change
         or not.
         """
-        if len(vars(module).get(name, ())) <= _LONG:
+        if id(module) in layout.beside or self._changing.has(module, (id(vars(module)), name)):
             return True
-        key = id(vars(module)), name
-        return id(module) in layout.beside or self._changing.has(module, key)
+        container = vars(module).get(name)
+        return not isinstance(container, CONTAINERS) or len(container) <= _LONG
 
     def changes(self, module: nn.Module) -> bool:
         """Return whether state of this module is known to change."""
@@ -275,17 +294,16 @@ class BufferCopies:
         tensors = layout.still.hanging()
         kept: list[Tensor | None] = [None] * len(tensors)
         if layout.beside or self._unproven or not layout.known:
-            for i, (place, tensor) in enumerate(zip(layout.still.all, tensors, strict=True)):
-                if place.kind == "parameter" or not copyable(tensor):
+            for i in layout.small:
+                place, tensor = layout.still.all[i], tensors[i]
+                if not copyable(tensor):
                     continue
                 if not layout.known or id(place.module) in new or place.key in self._unproven:
                     kept[i] = self._host_copy(tensor)
                 elif id(place.module) in layout.beside and tensor.nbytes <= _SMALL:
                     with torch.inference_mode(False):
                         kept[i] = tensor.detach().clone()
-        return NOTHING._replace(
-            places=layout.still, tensors=tensors, copies=kept, versions=versions(tensors)
-        )
+        return Snapshot.of(layout.still, tensors, kept)
 
     def _host_copy(self, tensor: Tensor) -> Tensor:
         with torch.inference_mode(False), self._on_host():
@@ -314,10 +332,11 @@ class BufferCopies:
         ]
         changing = layout.changing
         if not changing.names:
-            return Snapshot(changing, [], [], [], numbers, containers)
+            return NOTHING._replace(numbers=numbers, containers=containers)
         tensors = changing.hanging()
         kept = self._memory[memory].take(tensors)
-        return Snapshot(changing, tensors, kept, versions(tensors), numbers, containers)
+        values = Snapshot.of(changing, tensors, kept)
+        return values._replace(numbers=numbers, containers=containers)
 
     def end_clean_piece(self) -> bool:
         """Learn from a clean piece which state the forward changes.
@@ -331,7 +350,7 @@ class BufferCopies:
         layout, still = self._layout, self._still
         moved = set(still.changed()) - self._moved
         if layout.known and self._unproven:  # the ones that have moved are state, or features
-            self._unproven -= still.places.keys()
+            self._unproven -= still.full()
         if layout.known and not moved:
             return layout.split_shows
         made, containers = list[Place](), layout.containers
@@ -348,8 +367,7 @@ class BufferCopies:
                 )
             self._follow(late)
         moved |= switched(still, moved)
-        found = [still.places.all[i] for i in sorted(moved - self._moved) if is_state(still, i)]
-        new = Places.of([*found, *made])
+        new = Places.of([*self._state_in(still, sorted(moved - self._moved)), *made])
         for place in new.all:
             self._changing.add(place.module, place.key)
         self._learned.add((layout.key, layout.modes))
@@ -364,6 +382,17 @@ class BufferCopies:
         )
         self._moved = self._moved | moved
         return self._layout.split_shows
+
+    def _state_in(self, still: Snapshot, moved: Sequence[int]) -> list[Place]:
+        """Return which of the places that have moved hold state; the others hold features."""
+        found = list[Place]()
+        for i in moved:
+            place = still.places.all[i]
+            if is_state(still, i):
+                found.append(place)
+            else:
+                self._features.add(place.module, place.key)
+        return found
 
     def _learn_attributes(self) -> None:
         """Learn which numbers and containers the first clean piece has changed."""
@@ -385,9 +414,7 @@ class BufferCopies:
             self._changing.add(module, (id(vars(module)), name))
         tensors = late.hanging()
         kept = [self._host_copy(tensor) if copyable(tensor) else None for tensor in tensors]
-        return NOTHING._replace(
-            places=late, tensors=tensors, copies=kept, versions=versions(tensors)
-        ), containers
+        return Snapshot.of(late, tensors, kept), containers
 
     def _follow(self, late: Snapshot) -> None:
         """Keep attributes that a clean piece has made, until another one shows what they are."""
@@ -464,31 +491,3 @@ class BufferCopies:
         if to_call_start:
             self._piece = self._call
         return lost
-
-
-def _places_of(module: nn.Module) -> Iterator[Place]:
-    """Yield every place in which a module keeps tensors."""
-    for name in module._buffers:
-        yield Place(module, module._buffers, name)
-    gradients = GradientsOf(module._buffers)
-    for name in module._buffers:
-        yield Place(module, gradients, name, "gradient of the buffer")
-    # An embedding with a largest norm edits its rows before it looks them up: the same each time.
-    if getattr(module, "max_norm", None) is None:
-        for name in module._parameters:
-            yield Place(module, module._parameters, name, "parameter")
-    for name in tensors_of(module):
-        yield Place(module, vars(module), name, "tensor")
-
-
-def _always_changes(place: Place) -> bool:
-    """Return whether a place is taken to change without a look.
-
-    A module of the user's can update running statistics by a flag of its own, and BatchNorm raises
-    no version.
-    """
-    module = place.module
-    if place.kind != "buffer" or "running_mean" not in module._buffers:
-        return False
-    updated = module.training or not keeps_statistics(module)
-    return updated and copyable(module._buffers[place.name])

@@ -6,7 +6,7 @@ gradients of its buffers. A look at many places is one loop in C.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from itertools import repeat
 from operator import is_
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_mbs.rollback import copies
-from elastic_mbs.rollback.attributes import ABSENT, Contents, Key, Numbers
+from elastic_mbs.rollback.attributes import ABSENT, Contents, Key, Numbers, tensors_of
 
 
 class Changing:
@@ -34,6 +34,11 @@ class Changing:
         """Return whether a place of a module is known to change; without a key, any of them."""
         keys = self._keys.get(module, ())
         return bool(keys) if key is None else key in keys
+
+    def attributes(self, module: nn.Module) -> list[str]:
+        """Return the names of a module's attributes that are known to change, there or not."""
+        own = id(vars(module))
+        return sorted(name for owner, name in self._keys.get(module, ()) if owner == own and name)
 
 
 class GradientsOf:
@@ -116,6 +121,7 @@ class Snapshot(NamedTuple):
         tensors: the tensor in each place.
         copies: the value of each tensor, where it was kept.
         versions: the version of each tensor, which shows a change where no value was kept.
+        addresses: where the memory of each tensor with a copy begins.
         numbers: numbers, flags and strings of modules.
         containers: lists, deques, sets and dicts of modules.
     """
@@ -124,8 +130,22 @@ class Snapshot(NamedTuple):
     tensors: list[Any]
     copies: list[Tensor | None]
     versions: list[int]
+    addresses: list[int]
     numbers: Numbers
     containers: list[Contents]
+
+    @classmethod
+    def of(cls, places: Places, tensors: list[Any], copies: list[Tensor | None]) -> Snapshot:
+        """Return the snapshot of tensors of which these copies were made just now."""
+        none = all(map(is_, copies, repeat(None)))
+        addresses = [0] * len(copies) if none else list(map(_address, tensors, copies))
+        return NOTHING._replace(
+            places=places,
+            tensors=tensors,
+            copies=copies,
+            versions=versions(tensors),
+            addresses=addresses,
+        )
 
     def followed_by(self, other: Snapshot) -> Snapshot:
         """Return both snapshots as one, without numbers and containers of the other."""
@@ -134,6 +154,7 @@ class Snapshot(NamedTuple):
             tensors=[*self.tensors, *other.tensors],
             copies=[*self.copies, *other.copies],
             versions=[*self.versions, *other.versions],
+            addresses=[*self.addresses, *other.addresses],
         )
 
     def changed(self) -> list[int]:
@@ -147,6 +168,11 @@ class Snapshot(NamedTuple):
             for i, tensor in enumerate(now)
             if tensor is not self.tensors[i] or seen[i] != self.versions[i]
         ]
+
+    def full(self) -> set[Key]:
+        """Return the keys of the places in which a tensor hangs."""
+        every = zip(self.places.all, self.tensors, strict=True)
+        return {place.key for place, tensor in every if isinstance(tensor, Tensor)}
 
     def leave_device(self) -> None:
         """Move the copies to the host."""
@@ -172,8 +198,9 @@ class Snapshot(NamedTuple):
             place.owner[place.name] = tensor
             if copy is None:
                 lost = place.label if versions([tensor]) != [self.versions[i]] else lost
-            elif copy.shape != tensor.shape:
-                # It was resized in place: the one case that takes memory.
+            elif copy.shape != tensor.shape or _address(tensor, copy) != self.addresses[i]:
+                # It was resized in place, or its memory is another tensor's by now, perhaps the
+                # batch's: the cases that take memory.
                 tensor.data = copy.to(tensor.device, copy=True)
             else:
                 # `data` has a version of its own. Graphs that saved an unchanged buffer stay valid.
@@ -185,7 +212,40 @@ class Snapshot(NamedTuple):
 
 
 NOWHERE = Places.of([])
-NOTHING = Snapshot(NOWHERE, [], [], [], Numbers.of([]), [])
+NOTHING = Snapshot(NOWHERE, [], [], [], [], Numbers.of([]), [])
+
+
+def places_of(module: nn.Module, also: Iterable[str] = ()) -> Iterator[Place]:
+    """Yield every place in which a module keeps tensors.
+
+    Args:
+        module: the module.
+        also: the names of attributes in which it keeps some at other times.
+    """
+    for name in module._buffers:
+        yield Place(module, module._buffers, name)
+    gradients = GradientsOf(module._buffers)
+    for name in module._buffers:
+        yield Place(module, gradients, name, "gradient of the buffer")
+    # An embedding with a largest norm edits its rows before it looks them up: the same each time.
+    if getattr(module, "max_norm", None) is None:
+        for name in module._parameters:
+            yield Place(module, module._parameters, name, "parameter")
+    for name in dict.fromkeys([*tensors_of(module), *also]):
+        yield Place(module, vars(module), name, "tensor")
+
+
+def always_changes(place: Place) -> bool:
+    """Return whether a place is taken to change without a look.
+
+    A module of the user's can update running statistics by a flag of its own, and BatchNorm raises
+    no version.
+    """
+    module = place.module
+    if place.kind != "buffer" or "running_mean" not in module._buffers:
+        return False
+    updated = module.training or not keeps_statistics(module)
+    return updated and copyable(module._buffers[place.name])
 
 
 def keeps_statistics(module: nn.Module) -> bool:
@@ -217,6 +277,14 @@ def versions(tensors: Sequence[Any]) -> list[int]:
             else getattr(tensor, "_version", -1)
             for tensor in tensors
         ]
+
+
+def _address(tensor: Any, copy: Tensor | None) -> int:
+    """Return where the memory of a tensor with a copy begins; 0 where there is none."""
+    try:
+        return 0 if copy is None else int(tensor.data_ptr())
+    except RuntimeError:  # some subclasses have no memory of their own
+        return 0
 
 
 def copyable(tensor: Any) -> TypeGuard[Tensor]:
@@ -255,19 +323,26 @@ def is_state(before: Snapshot, i: int) -> bool:
     now = place.owner.get(place.name)
     if not isinstance(now, Tensor) or now.requires_grad:
         return False
-    return now.shape == then.shape or _has_grown(then, now)
+    # One that is empty again and again can be a hidden state, and is taken for it.
+    return not isinstance(then, Tensor) or now.shape == then.shape or _shares_rows(then, now)
 
 
-def _has_grown(then: Tensor, now: Tensor) -> bool:
-    """Return whether the rows of one tensor are the first or the last ones of a longer one."""
+def _shares_rows(then: Tensor, now: Tensor) -> bool:
+    """Return whether the first or the last row of a tensor was a row of the one before it.
+
+    So it is where rows were joined to the ones that were there, and the oldest ones cut off.
+    """
     if not (copyable(then) and copyable(now)):
         return False
     if not then.numel():
         return True  # torch joins an empty one to rows of any width
-    if not 0 < then.ndim == now.ndim:
+    if not now.numel() or not then.ndim or then.shape[1:] != now.shape[1:]:
         return False
-    rows, kept = len(then), then.detach().to("cpu")
-    return rows < len(now) and any(same_bits(kept, each) for each in (now[:rows], now[-rows:]))
+    rows, ends = then.detach().to("cpu"), now.detach()[[0, -1]].to("cpu")
+    if rows.dtype != ends.dtype:
+        return False
+    rows, ends = (each.contiguous().view(len(each), -1).view(torch.uint8) for each in (rows, ends))
+    return any(bool((rows == end).all(1).any()) for end in ends)
 
 
 def switched(still: Snapshot, moved: set[int]) -> set[int]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_mbs import ElasticMBS, StepResult
+from elastic_mbs.errors import ReplayUnsafeError
 from elastic_mbs.testing import InjectOOM
 from tests.helpers.steps import elastic, mlp, pairs, there
 from tests.helpers.strikes import every_operation
@@ -330,3 +331,58 @@ def test_an_output_that_a_module_keeps_is_not_kept_alive_until_the_next_piece_en
         mbs.backward(loss_fn, pairs(8))
         vars(model[0])["loss"] = 0.0
     assert len(kept) == 12
+
+
+class Late(nn.Module):
+    """A layer whose frozen parameter, or tensor, begins to move when it is switched on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.on = kind, False
+        self.inner = nn.Linear(6, 6).double()
+        self.teacher = nn.Parameter(torch.ones(6, dtype=torch.float64), requires_grad=False)
+        self.mean = torch.zeros(6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = x.detach().mean(0)
+        if self.on and self.kind == "a parameter":
+            self.teacher.mul_(0.9).add_(new, alpha=0.1)
+        elif self.on and self.kind == "a tensor in place":
+            self.mean.mul_(0.9).add_(new, alpha=0.1)
+        elif self.on:
+            self.mean = 0.9 * self.mean + 0.1 * new
+        out: Tensor = self.inner(x * self.teacher - self.mean)
+        return out
+
+
+def late(kind: str) -> tuple[Step, Late]:
+    torch.manual_seed(0)
+    layer, head = Late(kind), mlp()
+    model = nn.Sequential(layer, *head)
+    return Step(model, lambda b: functional.cross_entropy(model(b[0]), b[1])), layer
+
+
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("kind", ["a parameter", "a tensor in place", "another tensor"])
+def test_state_of_the_model_that_begins_to_change_later_goes_back_or_is_refused(
+    kind: str, after: int
+) -> None:
+    batch, refused = pairs(8), 0
+    for inject in every_operation(stride=3, least=8):
+        (step, layer), (twin, its) = late(kind), late(kind)
+        mbs = elastic(step.model, micro_batch_size=4, min_micro_batch_size=2)
+        for call in range(after + 1):
+            layer.on = its.on = call > 0
+            try:
+                with inject if call == after else nullcontext():
+                    result = mbs.backward(step.loss_fn, batch)
+            except ReplayUnsafeError as error:
+                assert "Late." in str(error)
+                refused += 1
+                break
+            by_hand(twin, result.partition, batch)
+            assert same(step.state(), twin.state()), (inject.hits, result.partition)
+            for each in (step, twin):
+                each.zero_grad()
+    # Only the first batch in which it changes in place has no value to go back to.
+    assert (refused > 0) == (after == 1 and kind != "another tensor")
