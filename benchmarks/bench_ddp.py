@@ -151,10 +151,12 @@ class _Loop:
         if name == GATHER:
             own = torch.zeros(NUMBERS, dtype=torch.float64)
             all_ranks = list(own.repeat(dist.get_world_size(), 1))
-            self.step = lambda: (
-                _plain(model, optimizer, batch, pieces),
-                dist.all_gather(all_ranks, own),
-            )
+
+            def step_and_gather() -> None:
+                _plain(model, optimizer, batch, pieces)
+                dist.all_gather(all_ranks, own)
+
+            self.step = step_and_gather
             return
         mbs = ElasticMBS(
             model,

@@ -292,12 +292,7 @@ class LockStep(Ranks):
     def begin(self) -> None:
         """Begin a training call; see `Peers`."""
         super().begin()
-        check_again(self._units)
-        if any(map(torch_private.leaves_sums_out, self._units)):
-            raise UnsupportedError(
-                "set_requires_gradient_sync(False) leaves out the sums of gradients, which each "
-                "call makes with mode='lockstep': set it to True"
-            )
+        check_again(self._units, in_step=True)
         self._start()
 
     def _start(self) -> None:

@@ -73,15 +73,24 @@ def _reasons(roots: Sequence[nn.Module], units: Sequence[FSDPModule]) -> Iterato
     yield from _own_sums(units)
 
 
-def check_again(units: Sequence[FSDPModule]) -> None:
+def check_again(units: Sequence[FSDPModule], *, in_step: bool = False) -> None:
     """Refuse by name what can come after the runtime was made.
 
+    Args:
+        units: the modules that `fully_shard` was applied to.
+        in_step: they sum gradients by themselves.
+
     Raises:
-        UnsupportedError: a unit sums gradients in another way.
+        UnsupportedError: a unit sums gradients in another way, or not at all.
     """
     refused = next(_own_sums(units), None)
     if refused is not None:
         raise UnsupportedError(refused)
+    if in_step and any(map(torch_private.leaves_sums_out, units)):
+        raise UnsupportedError(
+            "set_requires_gradient_sync(False) leaves out the sums of gradients, which each call "
+            "makes with mode='lockstep': set it to True"
+        )
 
 
 def _own_sums(units: Sequence[FSDPModule]) -> Iterator[str]:

@@ -350,7 +350,8 @@ def test_state_that_the_loss_moves_is_as_by_hand_whether_the_batch_is_split(
 ) -> None:
     case, hand, x = Contrast(), Contrast(), samples(8)
     loss_fn, by_hand = Criterion(case), Criterion(hand)
-    mbs = elastic([case.model, loss_fn] if given else case.model, micro_batch_size=size)
+    model = nn.ModuleList([case.model, loss_fn]) if given else case.model
+    mbs = elastic(model, micro_batch_size=size)
     for _ in range(3):
         case.zero()
         hand.zero()
@@ -381,7 +382,7 @@ def test_a_loss_that_runs_again_begins_with_the_state_that_it_had(edits: bool) -
     loss_fn = Criterion(case, edits=edits)
 
     def over(z: Tensor) -> Tensor:
-        loss = loss_fn(z)
+        loss: Tensor = loss_fn(z)
         fails()
         return loss
 

@@ -94,7 +94,7 @@ def test_state_that_is_emptied_before_each_batch_goes_back(
                     result = mbs.backward(step.loss_fn, part)
             by_hand(twin, result.partition, part)
             assert same(step.state(), twin.state()), (inject.hits, result.partition)
-            for each in (step, twin):
-                each.zero_grad()
+            for trained in (step, twin):
+                trained.zero_grad()
             for each in (late, its):
                 each.empty()

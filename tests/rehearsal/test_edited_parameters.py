@@ -31,7 +31,7 @@ class Edits(nn.Module):
                 self.teacher.parameters(), self.student.parameters(), strict=True
             ):
                 slow.mul_(0.9).add_(fast, alpha=0.1)
-        found = self.student(x)
+        found: Tensor = self.student(x)
         return (found - self.teacher(x) if self.teaches else found).square().mean()
 
     def values(self) -> list[Tensor]:
@@ -62,12 +62,11 @@ def test_the_check_after_the_first_split_leaves_parameters_as_the_call_left_them
     checked, bare = Edits(teaches=False), Edits(teaches=False)
     bare.load_state_dict(checked.state_dict())
     wanted = whole_gradient(copy.deepcopy(checked), lambda model: model(X))
+    options = GradientOptions(verify="warn"), GradientOptions(verify="off")
     with caplog.at_level(logging.WARNING):
-        for model, verify in ((checked, "warn"), (bare, "off")):
+        for model, gradients in zip((checked, bare), options, strict=True):
             mbs = elastic(
-                model if given else model.student,
-                micro_batch_size=4,
-                gradients=GradientOptions(verify=verify),
+                model if given else model.student, micro_batch_size=4, gradients=gradients
             )
             mbs.backward(model, X)
     assert all(map(torch.equal, checked.values(), bare.values()))
@@ -77,13 +76,15 @@ def test_the_check_after_the_first_split_leaves_parameters_as_the_call_left_them
 
 def test_a_parameter_that_no_rehearsal_can_keep_is_named() -> None:
     model = nn.Linear(4, 1).double()
-    table = torch.eye(4, dtype=torch.float64).to_sparse()
-    model.table = nn.Parameter(table, requires_grad=False)
+    sparse = torch.eye(4, dtype=torch.float64).to_sparse()
+    table = nn.Parameter(sparse, requires_grad=False)
+    model.register_parameter("table", table)
 
     def loss_fn(x: Tensor) -> Tensor:
         with torch.no_grad():
-            model.table.mul_(0.9)
-        return model(x).square().mean()
+            table.mul_(0.9)
+        out: Tensor = model(x)
+        return out.square().mean()
 
     with pytest.raises(ReplayUnsafeError, match=r"parameter Linear\.table.*rehearsal") as caught:
         elastic(model).verify(loss_fn, X)
