@@ -39,7 +39,6 @@ class Snapshot:
     _attempt_modes = Modes()  # of the modules, when the running attempt began
     _rates = Rates()  # when the call's first attempt began
     _later_rates: Rates | None = None  # when the call's first piece had ended, and from then on
-    _number = 0  # of the call, in which the copies of the buffers were taken
     _grad_enabled: bool = True  # when the running attempt began
 
     def __init__(self, resources: Resources, key: object) -> None:
@@ -61,7 +60,6 @@ class Snapshot:
         streams = resources.streams.read(hosts=True)
         model = resources.model
         resources.buffers.begin_call(model.modules, self._key, [*model.companions, *model.nearby])
-        self._number = resources.buffers.calls
         self.start = self.piece = streams
 
     def take_piece(self, *, read_streams: bool) -> None:
@@ -150,14 +148,8 @@ class Snapshot:
         """
         if self.start is None:
             return None
-        buffers = self._resources.buffers
-        if buffers.calls != self._number:
-            return (
-                "buffers and random streams were not restored: another call has begun since, in a "
-                "callback"
-            )
         self._resources.streams.restore(self.start)
-        lost = buffers.restore(to_call_start=True)
+        lost = self._resources.buffers.restore(to_call_start=True)
         if lost is None:
             return None
         return f"{lost} changed for the first time in this batch and could not be restored."

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from enum import Enum
 from itertools import repeat
+from numbers import Number
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -14,8 +16,9 @@ from torch.nn.utils import parametrize
 ABSENT: Any = object()  # hangs where there is nothing
 Key = tuple[int, str]
 
-PLAIN = (bool, int, float, str, type(None))
-_PLAIN_TYPES = frozenset((*PLAIN, type(ABSENT)))
+# Values that nothing changes in place. The scalars of numpy are numbers.
+PLAIN = (bool, int, float, str, type(None), Number, Enum)
+_PLAIN_TYPES = frozenset((bool, int, float, str, type(None), type(ABSENT)))
 CONTAINERS = (list, deque, dict, set)
 _TORCHS = frozenset(vars(nn.Module()))
 

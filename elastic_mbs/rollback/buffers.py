@@ -136,7 +136,6 @@ class BufferCopies:
         self._memory = Memory(on_host), Memory(on_host)
         self._still = NOTHING  # state that is not known to change, at the call's start
         self._moved: set[int] = set()  # the places of it that a clean piece has changed
-        self.calls = 0  # begun so far, by which a call knows whether the copies are still its own
         self._call: Snapshot | None = None  # None where nothing of the call has run
         self._piece: Snapshot | None = None  # None where nothing of the piece has run
 
@@ -158,7 +157,6 @@ class BufferCopies:
             key: the loss function. The facts about one say nothing of another.
             companions: other modules whose state the loss function can change.
         """
-        self.calls += 1
         # None until there is one: a failure before that leaves nothing to put back.
         self._call = self._piece = None
         every = [*modules, *companions] if companions else modules
