@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -202,7 +203,7 @@ def other_wrapper(rank: int, world: int) -> list[str]:
         with torch.no_grad():
             return other(x)
 
-    found = [caught(lambda way=way: step(way)) for way in (*ways, without_gradients)]  # type: ignore[misc]
+    found = [caught(partial(step, way)) for way in (*ways, without_gradients)]
     given = ElasticMBS([ddp, other], distributed=DistributedOptions(timeout=20))
     batch = data(rank, 0)
     return [
